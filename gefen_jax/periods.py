@@ -128,7 +128,9 @@ def choose_period(cand: npt.ArrayLike, score: npt.ArrayLike, n: int) -> int:
     """
     periods, values = np.asarray(cand, np.int64), np.asarray(score, np.float64)
     if periods.shape != values.shape or periods.ndim != 1:
-        raise ValueError(f"candidates and scores must be vectors of one length, found {periods.shape} and {values.shape}")
+        raise ValueError(
+            f"candidates and scores must be vectors of one length, found {periods.shape} and {values.shape}"
+        )
     inner = np.arange(1, max(periods.size - 1, 1))
     # Written as "not (<=)": comparisons with NaN are false, so NaN counts as a peak and is reported below.
     peak = ~(values[inner] <= values[inner - 1]) & ~(values[inner] <= values[inner + 1]) if inner.size else inner > 0
@@ -161,9 +163,9 @@ def reference_period(grad: npt.ArrayLike) -> int:
       ValueError: the best score is not finite.
 
     Examples:
-      >>> rng = np.random.default_rng(0)
-      >>> scale = np.exp(3 * rng.normal(size=(20, 1)))
-      >>> reference_period(scale * rng.normal(size=(20, 24)).astype(np.float32))
+      >>> rng = np.random.default_rng(1)
+      >>> scale = np.exp(2 * rng.normal(size=(40, 1)))
+      >>> reference_period(scale * rng.normal(size=(40, 24)).astype(np.float32))
       24
 
     References:
