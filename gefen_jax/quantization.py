@@ -89,7 +89,7 @@ def search_table(codebook: jax.Array) -> SearchTable:
     limits = thresholds(codebook)
     bins = bin_of(limits)
     inside = jnp.zeros(BINS, jnp.int32).at[bins].add(1, mode="promise_in_bounds")
-    above = jnp.cumsum(inside)
+    above = jnp.cumsum(inside, dtype=jnp.int32)
     threshold = jnp.full(BINS, jnp.inf, jnp.float32).at[bins].min(limits, mode="promise_in_bounds")
     return SearchTable((above - inside) | (above << 8), threshold)
 

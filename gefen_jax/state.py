@@ -1,0 +1,183 @@
+"""The optimizer state: a plain NamedTuple of arrays whose shapes are its structure, and the words that shapes lack."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from gefen_jax import blocks, paths
+from gefen_jax.plan import BITS, REASONS, RULES, SECOND_MOMENTS, LeafPlan, Options
+from gefen_jax.quantization import zero_code
+from gefen_jax.update import Leaf
+
+VERSION = 1
+"""Version of the state's layout. A state of another version is refused."""
+
+
+class GefenState(NamedTuple):
+    """State of `gefen` and `scale_by_gefen`; P is a parameter's shape and rank its number of axes.
+
+    Attributes:
+      count: int32 (), steps taken.
+      format: uint32 (2 + leaves,), what shapes cannot tell; see `Format`.
+      codebook: float32 (256,) or (16,), the words that first-moment codes stand for, ascending.
+      mu: tree of first moments: uint8 codes of shape P (4 bits: one even axis halved), or float32 (exact Adam).
+      mu_scale: tree of float32, largest absolute first moment of each block; same rank as the parameter.
+      nu: tree of float32 second moments: of shape P, one per block, or the row factor.
+      nu_cross: tree of float32 column factors; of shape (1, .., 1) where there are none.
+    """
+
+    count: jax.Array
+    format: jax.Array
+    codebook: jax.Array
+    mu: Any
+    mu_scale: Any
+    nu: Any
+    nu_cross: Any
+
+    def leaves(self) -> list[Leaf]:
+        """State of each parameter, in the order of `jax.tree.leaves(self.mu)`."""
+        columns = [jax.tree.leaves(tree) for tree in (self.mu, self.mu_scale, self.nu, self.nu_cross)]
+        if len({len(column) for column in columns}) != 1:
+            raise ValueError(
+                f"a Gefen state's mu, mu_scale, nu and nu_cross must have equally many leaves; found "
+                f"{', '.join(str(len(column)) for column in columns)}: was the state rebuilt from another tree?"
+            )
+        return [Leaf(*leaf) for leaf in zip(*columns)]
+
+    def with_leaves(self, leaves: list[Leaf], **other: Any) -> GefenState:
+        """This state with the leaves replaced, in the same order; their shapes may differ."""
+        columns = [list(column) for column in zip(*leaves)] if leaves else [[], [], [], []]
+        trees = {
+            name: jax.tree.structure(getattr(self, name)).unflatten(column)
+            for name, column in zip(Leaf._fields, columns)
+        }
+        return self._replace(**trees, **other)
+
+
+class LeafFormat(NamedTuple):
+    """What shapes cannot tell of a leaf: why it has its structure, (batch, rows) axes, and the packed axis."""
+
+    reason: str
+    axes: tuple[int, int] | None
+    packed: int | None
+
+
+class Format(NamedTuple):
+    """The ``format`` words, decoded.
+
+    Word 0 holds version (8 bits), rule (4), bits (4), second moment (4) and normalised momentum (1), word 1
+    ``min_size``; then, per leaf, reason (8), batch axes and row axes (4 + 4) and packed axis + 1 (4).
+    """
+
+    version: int
+    rule: str
+    bits: int
+    second_moment: str
+    normalised: bool
+    min_size: int
+    leaves: tuple[LeafFormat, ...]
+
+
+def encode_format(options: Options, leaves: list[LeafPlan]) -> np.ndarray:
+    """The ``format`` array of a state."""
+    head = VERSION | (RULES.index(options.rule) + 1) << 8 | options.bits << 12
+    head |= SECOND_MOMENTS.index(options.second_moment) << 16
+    words = [head, min(options.min_size, 2**32 - 1)]
+    for leaf in leaves:
+        factored = leaf.nu[0] == "factored"
+        batch, rows = (leaf.nu[1], leaf.nu[2]) if factored else leaf.axes or (0, 0)
+        axis = packed_axis(leaf, options.bits)
+        packed = 0 if axis is None else axis + 1
+        words.append(REASONS.index(leaf.reason) | batch << 8 | rows << 12 | packed << 16)
+    return np.asarray(words, np.uint32)
+
+
+def decode_format(words: Any) -> Format:
+    """The `Format` of concrete ``format`` words.
+
+    Raises:
+      ValueError: if they are of another version or no such words at all.
+    """
+    words = np.asarray(words)
+    if words.ndim == 2:
+        raise ValueError(
+            "this Gefen state is a stack of states (made under jax.vmap): take one out of it first, "
+            "e.g. jax.tree.map(lambda x: x[0], opt_state)"
+        )
+    if words.ndim != 1 or words.size < 2 or words.dtype != np.uint32:
+        raise ValueError(f"a Gefen state's format is a uint32 vector; found {words.dtype}{list(words.shape)}")
+    head = int(words[0])
+    if head & 255 != VERSION:
+        raise ValueError(
+            f"this Gefen state has layout version {head & 255}, and this gefen_jax reads version {VERSION}: "
+            "load it with the release that wrote it"
+        )
+    rule, bits, second, normalised = head >> 8 & 15, head >> 12 & 15, head >> 16 & 15, bool(head >> 20 & 1)
+    if not 1 <= rule <= len(RULES) or bits not in BITS or second >= len(SECOND_MOMENTS) or head >> 21:
+        raise ValueError(f"a Gefen state's format word {head:#x} has unknown fields: written by a later release?")
+    leaves = []
+    for word in words[2:].tolist():
+        if word & 255 >= len(REASONS):
+            raise ValueError(f"a Gefen state's leaf word {word:#x} has an unknown reason: written by a later release?")
+        batch, rows, packed = word >> 8 & 15, word >> 12 & 15, word >> 16 & 15
+        axes = (batch, rows) if rows else None
+        leaves.append(LeafFormat(REASONS[word & 255], axes, packed - 1 if packed else None))
+    return Format(VERSION, RULES[rule - 1], bits, SECOND_MOMENTS[second], normalised, int(words[1]), tuple(leaves))
+
+
+def read_format(state: GefenState) -> Format | None:
+    """The state's `Format`, or None where its words are not known on this host (traced, abstract)."""
+    words = state.format
+    if isinstance(words, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return None
+    if isinstance(words, jax.Array) and not (words.is_fully_addressable or words.is_fully_replicated):
+        return None
+    return decode_format(jax.device_get(words))
+
+
+def check_format(state: GefenState, options: Options, *, where: str) -> None:
+    """Raise a ValueError if the state was made by other options than those of the transformation that meets it."""
+    found = read_format(state)
+    if found is None:
+        return
+    mine = (options.rule, options.bits)
+    if (found.rule, found.bits) != mine or found.normalised:
+        raise ValueError(
+            f"{where}: the state was made with rule {found.rule!r} and {found.bits} bits"
+            f"{' and normalised momentum' if found.normalised else ''}, the transformation with rule "
+            f"{mine[0]!r} and {mine[1]} bits: build the transformation as it was, or start from tx.init(params)"
+        )
+
+
+def packed_axis(leaf: LeafPlan, bits: int) -> int | None:
+    """The axis along which a leaf's codes are packed."""
+    return None if bits == 8 or leaf.exact else blocks.packed_axis(leaf.shape)
+
+
+def mu_shape(leaf: LeafPlan, bits: int) -> tuple[int, ...]:
+    """Shape of the stored first moment; parameters without elements keep one element (checkpoints refuse none)."""
+    if 0 in leaf.shape:
+        return (1,) * len(leaf.shape)
+    axis = packed_axis(leaf, bits)
+    if axis is None:
+        return leaf.shape
+    return leaf.shape[:axis] + (leaf.shape[axis] // 2,) + leaf.shape[axis + 1 :]
+
+
+def unflatten(params: Any, leaves: list[Leaf]) -> dict[str, Any]:
+    """The state's trees from leaves in the order of ``params``: mu keeps boxes, statistics are bare arrays."""
+    columns = [list(column) for column in zip(*leaves)] if leaves else [[], [], [], []]
+    mu, *statistics = columns
+    trees = {"mu": jax.tree.structure(params).unflatten(mu)}
+    for name, column in zip(Leaf._fields[1:], statistics):
+        trees[name] = paths.unflatten_bare(params, column)
+    return trees
+
+
+def fresh_code(leaf: LeafPlan, bits: int) -> int:
+    """What the first-moment bytes of a fresh leaf hold: the code of 0, twice where two codes share a byte."""
+    zero = zero_code(2**bits)
+    return zero if packed_axis(leaf, bits) is None else zero << 4 | zero
