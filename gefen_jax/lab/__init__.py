@@ -1,0 +1,1 @@
+"""The laboratory: models, data, training, measuring and drawing. Needs the extra `gefen-jax[demo]`."""
