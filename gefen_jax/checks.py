@@ -78,7 +78,7 @@ def broadcast_mask(mask: Any, params: Any) -> list[Any]:
         ) from error
     kept = [keep for group in jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, list)) for keep in group]
     for keep in kept:
-        if not (isinstance(keep, bool | np.bool_) or getattr(keep, "dtype", None) == bool):
+        if not (isinstance(keep, bool | np.bool_) or getattr(keep, "dtype", np.dtype(int)) == np.dtype(bool)):
             raise TypeError(f"mask must hold booleans; found {keep!r}")
     return kept
 
@@ -98,9 +98,11 @@ def check_options(options: Options) -> None:
     check_full_precision(options.full_precision)
     if options.axes is not None and not isinstance(options.axes, Mapping):
         raise TypeError(f"axes must map paths to (batch axes, row axes); found {options.axes!r}")
+    if isinstance(options.align, bool) or not isinstance(options.align, int) or options.align < 1:
+        raise ValueError(f"align must be a whole number of devices >= 1; found {options.align!r}")
     if options.rule != "reference":
         return
-    fixed = {"second_moment": "auto", "bits": 8, "min_size": 0}
+    fixed = {"second_moment": "auto", "bits": 8, "min_size": 0, "align": 1}
     wrong = {name: getattr(options, name) for name, value in fixed.items() if getattr(options, name) != value}
     if wrong or options.axes:
         given = ", ".join([f"{name}={value!r}" for name, value in wrong.items()] + ["axes"] * bool(options.axes))
@@ -166,6 +168,23 @@ def check_parameters(named: list[tuple[str, Any]]) -> None:
                 f"parameter {path!r} has dtype {dtype}; Gefen trains real floating-point parameters: leave it out "
                 "with optax.masked or optax.partition"
             )
+
+
+def check_gradients(columns: list[list[tuple[str, Any]]]) -> None:
+    """Refuse gradients to learn from that are no real floating-point arrays, traced, or differ in shape."""
+    for column in columns:
+        for (path, g), (_, first) in zip(column, columns[0]):
+            if isinstance(g, jax.core.Tracer | jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"the gradient of {path!r} has no values here ({type(g).__name__}): learn_plan and calibrate run "
+                    "outside jit, on gradients that have been computed"
+                )
+            dtype = getattr(g, "dtype", None)
+            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+                found = dtype if dtype is not None else type(g).__name__
+                raise TypeError(f"the gradient of {path!r} must be a real floating-point array; found {found}")
+            if tuple(g.shape) != tuple(first.shape):
+                raise ValueError(f"the gradients of {path!r} differ in shape: {tuple(first.shape)}, {tuple(g.shape)}")
 
 
 def check_covers(plan: Plan, params: Any, named: list[tuple[str, Any]]) -> None:

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gefen_jax import blocks, quantization, update
-from gefen_jax.blocks import Shape
+from gefen_jax import quantization, tiling, update
+from gefen_jax.tiling import Shape
 from gefen_jax.update import Codebook, Hyper, Leaf, Tail
 
 CHUNK = 32768
@@ -78,11 +78,11 @@ def layout(shape: Shape, scale: Shape, nu: Shape, cross: Shape, packed: int | No
 
 def _matrix(shape: Shape, stat: Shape, cut: int) -> tuple[int, int] | None:
     """The statistic's shape once the axes before and after ``cut`` are merged; None if it is no tiling there."""
-    if not blocks.is_tiling(shape, stat):
+    if not tiling.is_tiling(shape, stat):
         return None
     for part, kept in ((shape[:cut], stat[:cut]), (shape[cut:], stat[cut:])):
         total = math.prod(part)
-        if part and blocks.flat_statistic(part, total // math.prod(kept)) != kept:
+        if part and tiling.flat_statistic(part, total // math.prod(kept)) != kept:
             return None
     return math.prod(stat[:cut]), math.prod(stat[cut:])
 
@@ -131,7 +131,7 @@ def chunked_update(
     packed = leaf.mu.size != g.size
     code_width = width // 2 if packed else width
     scale_rows = plan.scale[0] // chunks
-    view = blocks.view((rows, width), (scale_rows, plan.scale[1]))
+    view = tiling.view((rows, width), (scale_rows, plan.scale[1]))
     root = root.reshape(plan.nu)
     columns = columns.reshape(plan.cross) if columns is not None else None
 
@@ -181,6 +181,6 @@ def _direction(m: jax.Array, root: jax.Array, columns: jax.Array | None, h: Hype
     """`update.direction` where ``root`` holds one entry per block of a (rows, columns) chunk."""
     if columns is not None:
         return update.direction(m, root, columns, h)
-    view = blocks.view(m.shape, root.shape)
+    view = tiling.view(m.shape, root.shape)
     d = update.direction(m.reshape(view.elements), root.reshape(view.statistic), None, h)
     return d.reshape(m.shape)

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from gefen_jax import blocks
-from gefen_jax.blocks import Shape
+from gefen_jax import tiling
+from gefen_jax.tiling import Shape
 
 RULES = ("gefen", "reference")
 SECOND_MOMENTS = ("auto", "block", "factored", "full")
@@ -50,6 +50,8 @@ EXPLANATIONS = {
     SINGLES: "its blocks would hold one element each: exact Adam is smaller",
     NO_GRADIENT_YET: "rule 'reference' needs the first gradient (calibrate): full second moment until then",
 }
+
+NO_SPLIT_NOTE = " (no rows and columns worth factoring: both moments share blocks)"
 
 Structure = tuple[Any, ...]
 FullPrecision = str | Callable[[str, Any], bool] | None
@@ -90,7 +92,7 @@ class LeafPlan:
             return none, none, none
         scale = none if self.exact else _statistic(self.shape, self.mu)
         if self.nu[0] == "factored":
-            return scale, *blocks.factored_statistics(self.shape, self.nu[1], self.nu[2])
+            return scale, *tiling.factored_statistics(self.shape, self.nu[1], self.nu[2])
         return scale, _statistic(self.shape, self.nu), none
 
 
@@ -98,8 +100,8 @@ def _statistic(shape: Shape, structure: Structure) -> Shape:
     if structure[0] == "full":
         return shape
     if structure[0] == "tile":
-        return blocks.tile_statistic(shape, tuple(structure[1]))
-    return blocks.flat_statistic(shape, structure[1])
+        return tiling.tile_statistic(shape, tuple(structure[1]))
+    return tiling.flat_statistic(shape, structure[1])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -180,8 +182,11 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""
         with open(path, "w", encoding="utf-8") as file:
-            json.dump(_to_json(self), file, indent=1)
-            file.write("\n")
+            file.write(self.dumps() + "\n")
+
+    def dumps(self) -> str:
+        """The plan as JSON text."""
+        return json.dumps(_to_json(self), indent=1)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -193,9 +198,18 @@ class Plan:
         with open(path, encoding="utf-8") as file:
             text = file.read()
         try:
+            return cls.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+    @classmethod
+    def loads(cls, text: str) -> Plan:
+        """A plan from the text that `dumps` made; raises as `load`."""
+        try:
             return _from_json(json.loads(text))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{os.fspath(path)} is not a plan that this version can read: {error}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            detail = f"no {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"no plan that this version can read: {detail}") from error
 
 
 FORMAT = "gefen-jax plan 1"
@@ -253,6 +267,7 @@ class Options:
     min_size: int = MIN_SIZE
     full_precision: FullPrecision = None
     axes: Mapping[str, tuple[int, int]] | None = None
+    align: int = 1
 
     def keeps_full_precision(self, path: str, leaf: Any) -> bool:
         """Whether ``full_precision`` names this leaf."""
@@ -266,7 +281,7 @@ class Options:
         """The caller's (batch, rows) for this leaf, checked; None if nothing was declared."""
         if self.axes is None or path not in self.axes:
             return None
-        return blocks.check_axes(path, shape, self.axes[path])
+        return tiling.check_axes(path, shape, self.axes[path])
 
 
 def shape_rule(path: str, leaf: Any, options: Options) -> LeafPlan:
@@ -305,7 +320,7 @@ def exact_reason(path: str, leaf: Any, options: Options) -> str | None:
 
 def split_of(shape: Shape, axes: tuple[int, int] | None) -> tuple[int, int] | None:
     """The (batch, rows) split in which a leaf is factored, or None."""
-    return blocks.default_split(shape) if axes is None else blocks.declared_split(shape, axes)
+    return tiling.default_split(shape) if axes is None else tiling.declared_split(shape, axes)
 
 
 def gefen_leaf(
@@ -314,14 +329,14 @@ def gefen_leaf(
     """A quantised leaf under rule "gefen"; ``nu`` replaces the second moment that the shape rule would choose."""
     split = split_of(shape, axes)
     batch = axes[0] if axes is not None else split[0] if split is not None else 0
-    tile = blocks.momentum_tile(shape, batch)
+    tile = tiling.momentum_tile(shape, batch, options.align)
     if math.prod(tile) == 1 and math.prod(shape) > 1:
         return LeafPlan(shape, ("full",), ("full",), SINGLES, axes)
     if nu is None:
         if options.second_moment == "full":
             nu = ("full",)
         elif options.second_moment == "block":
-            nu = ("tile", blocks.block_tile(shape, split, tile))
+            nu = ("tile", tiling.block_tile(shape, split, tile))
         else:
             nu = ("tile", tile) if split is None else ("factored", *split)
     return LeafPlan(shape, ("tile", tile), nu, reason, axes)
@@ -331,7 +346,7 @@ def reference_leaf(shape: Shape, period: int, reason: str, axes: tuple[int, int]
     """A leaf under rule "reference": equal blocks for both moments, or, for period 1, a full second moment."""
     if period > 1:
         return LeafPlan(shape, ("flat", period), ("flat", period), reason, axes)
-    divisor = blocks.largest_divisor(math.prod(shape), blocks.RUN)
+    divisor = tiling.largest_divisor(math.prod(shape), tiling.RUN)
     return LeafPlan(shape, ("flat", divisor), ("full",), reason, axes)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from gefen_jax import blocks, paths
-from gefen_jax.plan import BITS, REASONS, RULES, SECOND_MOMENTS, LeafPlan, Options
+from gefen_jax import paths, tiling
+from gefen_jax.plan import BITS, REASONS, RULES, SECOND_MOMENTS, LeafPlan, Options, Structure
 from gefen_jax.quantization import zero_code
-from gefen_jax.update import Leaf
+from gefen_jax.update import Leaf, is_exact
 
 VERSION = 1
 """Version of the state's layout. A state of another version is refused."""
@@ -154,7 +155,7 @@ def check_format(state: GefenState, options: Options, *, where: str) -> None:
 
 def packed_axis(leaf: LeafPlan, bits: int) -> int | None:
     """The axis along which a leaf's codes are packed."""
-    return None if bits == 8 or leaf.exact else blocks.packed_axis(leaf.shape)
+    return None if bits == 8 or leaf.exact else tiling.packed_axis(leaf.shape)
 
 
 def mu_shape(leaf: LeafPlan, bits: int) -> tuple[int, ...]:
@@ -181,3 +182,52 @@ def fresh_code(leaf: LeafPlan, bits: int) -> int:
     """What the first-moment bytes of a fresh leaf hold: the code of 0, twice where two codes share a byte."""
     zero = zero_code(2**bits)
     return zero if packed_axis(leaf, bits) is None else zero << 4 | zero
+
+
+def leaf_plan(path: str, leaf: Leaf, words: LeafFormat, rule: str) -> LeafPlan:
+    """The decision that a leaf's shapes and format word express; ``leaf`` may hold shapes only."""
+    shape = tuple(leaf.mu.shape)
+    if words.packed is not None:
+        axis = words.packed
+        shape = shape[:axis] + (2 * shape[axis],) + shape[axis + 1 :]
+    scale, nu, cross = (tuple(x.shape) for x in (leaf.mu_scale, leaf.nu, leaf.nu_cross))
+    for what, stat in (("mu_scale", scale), ("nu", nu)):
+        if not (tiling.is_tiling(shape, stat) or tiling.is_flat(shape, stat)):
+            raise ValueError(
+                f"state of {path!r}: {what} has shape {stat}, which does not divide the parameter's {shape}"
+            )
+    factored = cross != (1,) * len(cross)
+    if factored and words.axes is None:
+        raise ValueError(f"state of {path!r}: it has column factors, but its format word names no axes")
+    mu: Structure
+    if not is_exact(leaf.mu):
+        mu = _structure(shape, scale, rule)
+    else:
+        mu = ("full",)
+    second: Structure
+    if factored:
+        assert words.axes is not None
+        second = ("factored", *words.axes)
+    else:
+        second = ("full",) if nu == shape else _structure(shape, nu, rule)
+    axes = words.axes
+    if factored and axes == tiling.default_split(shape):
+        axes = None
+    return LeafPlan(shape, mu, second, words.reason, axes)
+
+
+def _structure(shape: tuple[int, ...], stat: tuple[int, ...], rule: str) -> Structure:
+    if rule == "reference":
+        return ("flat", math.prod(shape) // math.prod(stat))
+    return ("tile", tuple(size // count for size, count in zip(shape, stat)))
+
+
+def decisions(node: GefenState, words: Format) -> dict[str, LeafPlan]:
+    """`LeafPlan` by path of a state in force."""
+    names, leaves = paths.names(node.mu), node.leaves()
+    if len(words.leaves) != len(leaves):
+        raise ValueError(
+            f"a Gefen state's format describes {len(words.leaves)} leaves, and there are {len(leaves)}: was part of "
+            "the state replaced?"
+        )
+    return {path: leaf_plan(path, leaf, word, words.rule) for path, leaf, word in zip(names, leaves, words.leaves)}

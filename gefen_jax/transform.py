@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -207,7 +206,7 @@ def _build(
 ) -> GefenTransformation:
     checks.check_scalar("b1", b1, low=0, below=1)
     checks.check_scalar("b2", b2, low=0, below=1)
-    checks.check_scalar("eps", eps, above=0)
+    checks.check_scalar("eps", eps, **({"low": 0} if options.rule == "reference" else {"above": 0}))
     implementation.check(requested)
 
     def init(params: Any) -> GefenState:
@@ -299,6 +298,6 @@ def _reference(
             continue
         if p is None:
             raise ValueError("gefen: rule 'reference' needs the parameters: call update(grads, opt_state, params)")
-        moved = reference.reference_parameter(p, d, rate, decay)
+        moved = reference.reference_parameter(p, d, rate, decay, h)
         outputs.append(moved if apply else moved.astype(jnp.float32) - p.astype(jnp.float32))
     return outputs, new

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gefen_jax import blocks, quantization
+from gefen_jax import quantization, tiling
 from gefen_jax.quantization import SearchTable
-from gefen_jax.sharding import mean_over, max_over
+from gefen_jax.sharding import max_over, mean_over
 
 Scalar = jax.Array | float
 TINY = 1.1754944e-38
@@ -88,7 +88,7 @@ def bias_correction(b: Scalar, count: jax.Array) -> jax.Array:
 
     Examples:
       >>> float(bias_correction(0.999, jnp.int32(1)))
-      0.0010000000...
+      0.00099999...
     """
     if isinstance(b, float | int):
         log_b = jnp.float32(math.log(b) if b > 0 else -math.inf)
@@ -201,12 +201,12 @@ def leaf_update(g: jax.Array, leaf: Leaf, codebook: Codebook, h: Hyper) -> tuple
 
     axis = packed_axis(shape, leaf.mu)
     codes = leaf.mu if axis is None else quantization.unpack(leaf.mu, axis)
-    view = blocks.view(shape, leaf.mu_scale.shape)
+    view = tiling.view(shape, leaf.mu_scale.shape)
     old_scale = leaf.mu_scale.reshape(view.statistic)
     m = first_moment(g.reshape(view.elements), codes.reshape(view.elements), old_scale, codebook.words, h)
     new_codes, scale = requantize(m, view.reduce, codebook.table, old_scale)
     m = m.reshape(shape)
-    nu_view = blocks.view(shape, nu.shape) if columns is None else None
+    nu_view = tiling.view(shape, nu.shape) if columns is None else None
     if nu_view is None or not nu_view.reduce:
         d = direction(m, root, columns, h)
     else:
@@ -217,7 +217,7 @@ def leaf_update(g: jax.Array, leaf: Leaf, codebook: Codebook, h: Hyper) -> tuple
 
 
 def _block_mean(squares: jax.Array, stat: jax.Array) -> jax.Array:
-    view = blocks.view(squares.shape, stat.shape)
+    view = tiling.view(squares.shape, stat.shape)
     return mean_over(squares.reshape(view.elements), view.reduce, like=stat).reshape(stat.shape)
 
 

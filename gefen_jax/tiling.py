@@ -81,9 +81,7 @@ def is_tiling(shape: Shape, stat: Shape) -> bool:
     """Whether every ``stat[i]`` divides ``shape[i]`` (an axis of size 0 is divided by 0 and by 1)."""
     if len(shape) != len(stat):
         return False
-    return all(
-        (blocks > 0 and size % blocks == 0 and (size > 0 or blocks == 1)) for size, blocks in zip(shape, stat)
-    )
+    return all((blocks > 0 and size % blocks == 0 and (size > 0 or blocks == 1)) for size, blocks in zip(shape, stat))
 
 
 def is_flat(shape: Shape, stat: Shape) -> bool:
@@ -220,7 +218,7 @@ def factored_statistics(shape: Shape, batch: int, rows: int) -> tuple[Shape, Sha
     return row_factor, column_factor
 
 
-def momentum_tile(shape: Shape, batch: int = 0) -> Shape:
+def momentum_tile(shape: Shape, batch: int = 0, align: int = 1) -> Shape:
     """Block of the first moment by the shape rule: a run along the last axis.
 
     The run is the last axis's largest divisor <= 256. If that is shorter than 128 it takes in the smallest number
@@ -231,8 +229,11 @@ def momentum_tile(shape: Shape, batch: int = 0) -> Shape:
     Args:
       shape: the parameter's shape.
       batch: leading axes that no block may cross.
+      align: blocks stay inside the parts of an axis that is cut in ``align`` (if it divides the axis).
 
     Examples:
+      >>> momentum_tile((512, 512), align=8)
+      (2, 64)
       >>> momentum_tile((768, 3072)), momentum_tile((16, 2048)), momentum_tile((768, 12, 64))
       ((1, 256), (1, 256), (1, 2, 64))
       >>> momentum_tile((50257,)), momentum_tile((1, 5003)), momentum_tile((64, 4099)), momentum_tile((7, 5))
@@ -240,7 +241,7 @@ def momentum_tile(shape: Shape, batch: int = 0) -> Shape:
     """
     if not shape or math.prod(shape) == 0:
         return (1,) * len(shape)
-    own = shape[batch:]
+    own = tuple(size // align if size % align == 0 else size for size in shape[batch:])
     if not own:
         return (1,) * len(shape)
     last = own[-1]
@@ -252,6 +253,16 @@ def momentum_tile(shape: Shape, batch: int = 0) -> Shape:
     if run * rows == 1:
         return (1,) * batch + own
     return ((1,) * len(shape) + (rows, run))[-len(shape) :] if len(own) > 1 else (1,) * batch + (run,)
+
+
+def is_aligned(shape: Shape, tile: Shape, align: int) -> bool:
+    """Whether blocks stay inside the parts of each axis that ``align`` cuts evenly.
+
+    Examples:
+      >>> is_aligned((512, 512), (1, 64), 8), is_aligned((512, 512), (1, 128), 8)
+      (True, False)
+    """
+    return all(size % align or (size // align) % length == 0 for size, length in zip(shape, tile))
 
 
 def block_tile(shape: Shape, split: tuple[int, int] | None, tile: Shape) -> Shape:

@@ -1,0 +1,241 @@
+"""What a plan does to a running optimizer state: `calibrate`, and `plan_from_state` for the way back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from gefen_jax import checks, learn, moments, paths, state
+from gefen_jax.learn import Progress, Request
+from gefen_jax.plan import LeafPlan, Options, Plan
+from gefen_jax.sharding import fit_spec
+from gefen_jax.state import Format, GefenState, decisions, leaf_plan
+from gefen_jax.update import Leaf
+
+
+def calibrate(opt_state: Any, grads_or_plan: Any, *, progress: Progress | None = None) -> Any:
+    """Give a state the structure and the codebook that the first gradients support.
+
+    Call it once, outside jit, on what ``tx.init(params)`` returned. Every `GefenState` in any nesting of Optax wrappers
+    is replaced, all by one common plan and codebook. A state that has already taken steps keeps them: its moments are
+    decoded and encoded anew under the new structure, one leaf at a time. With the plan that is already in force
+    nothing changes, bit for bit.
+
+    Args:
+      opt_state: an optimizer state that holds at least one `GefenState`.
+      grads_or_plan: the gradients of one step, as `learn_plan` takes them (or a list of such trees), or a `Plan`.
+      progress: called after each leaf with (path, leaves done, leaves in all).
+
+    Returns:
+      The optimizer state with its Gefen states replaced. Their shapes change; structure and dtypes do not.
+
+    Raises:
+      ValueError: if there is no Gefen state, a gradient or a planned leaf is missing, the plan has another rule or
+        number of bits, or every gradient is zero or non-finite. Nothing is changed then.
+      TypeError: inside jit, or for gradients that are not real floating-point arrays.
+
+    Examples:
+      >>> import gefen_jax, optax
+      >>> params = {"kernel": jnp.zeros((256, 512))}
+      >>> tx = optax.chain(optax.clip_by_global_norm(1.0), gefen_jax.gefen(1e-3))
+      >>> grads = {"kernel": jax.random.normal(jax.random.key(0), (256, 512))}
+      >>> opt_state = calibrate(tx.init(params), grads)
+      >>> plan_from_state(opt_state).leaves["kernel"].mu
+      ('tile', (1, 256))
+    """
+    nodes, tree = jax.tree.flatten(opt_state, is_leaf=_is_gefen)
+    found = [(i, node) for i, node in enumerate(nodes) if _is_gefen(node)]
+    if not found:
+        raise ValueError(
+            "calibrate: there is no Gefen state in this optimizer state: pass what tx.init(params) returned, for a tx "
+            "made with gefen(...) or scale_by_gefen(...)"
+        )
+    formats = [_known_format(node) for _, node in found]
+    if isinstance(grads_or_plan, Plan):
+        plan = grads_or_plan
+    else:
+        plan = _learn([node for _, node in found], formats, grads_or_plan, progress)
+    _check_plan_fits(plan, [node for _, node in found], formats)
+    for (i, node), words in zip(found, formats):
+        nodes[i] = _replan(node, words, plan)
+    return jax.tree.unflatten(tree, nodes)
+
+
+def plan_from_state(opt_state: Any, format: Any = None) -> Plan:
+    """The plan in force in a state: its structure is in the shapes, the rest in the ``format`` words.
+
+    Args:
+      opt_state: an optimizer state with concrete Gefen states; or the metadata of a checkpoint of one (any nesting of
+        dicts, lists and tuples whose leaves have ``shape`` and ``dtype``).
+      format: for metadata, the restored ``format`` array: a few bytes, read first.
+
+    Returns:
+      A `Plan` whose codebook is the state's; None if only metadata is known (the state then brings it).
+
+    Raises:
+      ValueError: if there is no Gefen state, several disagree, or ``format`` is missing or does not fit.
+
+    Examples:
+      >>> import gefen_jax
+      >>> opt_state = gefen_jax.gefen(1e-3, second_moment="block").init({"kernel": jnp.zeros((256, 512))})
+      >>> plan_from_state(opt_state).leaves["kernel"].nu
+      ('tile', (256, 1))
+    """
+    nodes = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_gefen_like) if _is_gefen_like(node)]
+    if not nodes:
+        raise ValueError("plan_from_state: there is no Gefen state in this optimizer state or metadata")
+    plans = []
+    for node in nodes:
+        fields = node if isinstance(node, Mapping) else node._asdict()
+        concrete = _is_gefen(node) and state.read_format(node) is not None
+        if not concrete and format is None:
+            raise ValueError(
+                "plan_from_state: shapes alone do not tell rule, bits and reasons: restore the state's 'format' array "
+                "(a few bytes) and pass it as the second argument"
+            )
+        words = state.decode_format(jax.device_get(fields["format"]) if concrete else format)
+        codebook = np.asarray(jax.device_get(fields["codebook"])) if concrete else None
+        plans.append(_plan_of(fields, words, codebook))
+    first = plans[0]
+    leaves = {path: leaf for plan in plans for path, leaf in plan.leaves.items()}
+    for other in plans[1:]:
+        same_words = first.codebook is None or np.array_equal(first.codebook, other.codebook)  # type: ignore[arg-type]
+        if (first.rule, first.bits) != (other.rule, other.bits) or not same_words:
+            raise ValueError(
+                "plan_from_state: the Gefen states differ in rule, bits or codebook, so one plan cannot describe them: "
+                "pass them one at a time"
+            )
+    return dataclasses.replace(first, leaves=leaves)
+
+
+def _plan_of(fields: Mapping[str, Any], words: Format, codebook: np.ndarray | None) -> Plan:
+    columns = [jax.tree.leaves(fields[name]) for name in Leaf._fields]
+    names = paths.names(fields["mu"])
+    if any(len(column) != len(words.leaves) for column in columns):
+        raise ValueError(
+            f"plan_from_state: the format describes {len(words.leaves)} leaves, the state has {len(columns[0])}: they "
+            "belong to different states"
+        )
+    leaves = {
+        path: leaf_plan(path, Leaf(*leaf), word, words.rule)
+        for path, leaf, word in zip(names, zip(*columns), words.leaves)
+    }
+    return Plan(words.rule, words.second_moment, words.min_size, words.bits, codebook, None, leaves)
+
+
+def _is_gefen(node: Any) -> bool:
+    return isinstance(node, GefenState)
+
+
+def _is_gefen_like(node: Any) -> bool:
+    return _is_gefen(node) or (isinstance(node, Mapping) and set(GefenState._fields) <= set(node))
+
+
+def _known_format(node: GefenState) -> Format:
+    words = state.read_format(node)
+    if words is None:
+        raise TypeError(
+            "calibrate changes the state's shapes, so it needs concrete arrays outside jit; for abstract states build "
+            "the transformation with gefen(..., plan=plan)"
+        )
+    return words
+
+
+def _options(words: Format, leaves: Mapping[str, LeafPlan]) -> Options:
+    axes = {path: leaf.axes for path, leaf in leaves.items() if leaf.axes is not None}
+    return Options(words.rule, words.second_moment, words.bits, words.min_size, None, axes or None)
+
+
+def _learn(states: list[GefenState], formats: list[Format], grads: Any, progress: Progress | None) -> Plan:
+    trees = list(grads) if isinstance(grads, list | tuple) and not hasattr(grads, "_fields") else [grads]
+    columns = [paths.named_leaves(tree) for tree in trees]
+    known = [dict(column) for column in columns]
+    requests: dict[str, Request] = {}
+    for node, words in zip(states, formats):
+        leaves = decisions(node, words)
+        options = _options(words, leaves)
+        for path, leaf in leaves.items():
+            if any(path not in column for column in known):
+                raise ValueError(
+                    f"calibrate: no gradient for {path!r}, which the optimizer state holds: pass the gradients of "
+                    "the same tree of parameters"
+                )
+            gradients = [column[path] for column in known]
+            empty = 0 in gradients[0].shape and leaf.shape == (1,) * len(gradients[0].shape)
+            if tuple(gradients[0].shape) != leaf.shape and not empty:
+                raise ValueError(
+                    f"calibrate: the gradient of {path!r} has shape {tuple(gradients[0].shape)}, the parameter "
+                    f"{leaf.shape}"
+                )
+            requests.setdefault(path, Request(path, gradients, options, leaf.reason if leaf.exact else None))
+    checks.check_gradients([[(path, column[path]) for path in requests] for column in known])
+    first = next(iter(requests.values())).options if requests else Options()
+    if len({(words.rule, words.bits) for words in formats}) > 1:
+        raise ValueError("calibrate: the Gefen states differ in rule or bits: calibrate them one at a time")
+    return learn.decide(list(requests.values()), first, progress)
+
+
+def _check_plan_fits(plan: Plan, states: list[GefenState], formats: list[Format]) -> None:
+    for node, words in zip(states, formats):
+        if (plan.rule, plan.bits) != (words.rule, words.bits):
+            raise ValueError(
+                f"calibrate: the plan has rule {plan.rule!r} and {plan.bits} bits, the state rule {words.rule!r} and "
+                f"{words.bits} bits: learn the plan with those of the optimizer"
+            )
+        for path, leaf in decisions(node, words).items():
+            if path not in plan.leaves:
+                raise ValueError(f"calibrate: parameter {path!r} is not in the plan: it was made for another tree")
+            if plan.leaves[path].shape != leaf.shape and plan.leaves[path].reason != leaf.reason:
+                raise ValueError(
+                    f"calibrate: the plan was made for shape {plan.leaves[path].shape} of {path!r}, which has "
+                    f"{leaf.shape}"
+                )
+    known = {path for node in states for path in paths.names(node.mu)}
+    lost = [path for path in plan.leaves if path not in known]
+    if lost and len(known) < len(plan.leaves) and not known & set(plan.leaves):
+        raise ValueError(f"calibrate: the plan's leaf {lost[0]!r} is in no Gefen state: it was made for another tree")
+
+
+def _replan(node: GefenState, words: Format, plan: Plan) -> GefenState:
+    """``node`` under ``plan``."""
+    current = decisions(node, words)
+    new_words = node.codebook
+    if plan.codebook is not None and not np.array_equal(plan.codebook, jax.device_get(node.codebook)):
+        new_words = jax.device_put(jnp.asarray(plan.codebook, jnp.float32), node.codebook.sharding)
+    leaves = []
+    for (path, old), leaf in zip(current.items(), node.leaves()):
+        new = plan.leaves[path]
+        same = (old.mu, old.nu) == (new.mu, new.nu) and (new_words is node.codebook or old.exact)
+        leaves.append(leaf if same or 0 in new.shape else _convert_leaf(leaf, old, new, node.codebook, new_words, plan))
+    options = Options(plan.rule, plan.second_moment, plan.bits, plan.min_size)
+    wanted = state.encode_format(options, [plan.leaves[path] for path in current])
+    format_words = node.format
+    if not np.array_equal(wanted, jax.device_get(node.format)):
+        format_words = jax.device_put(jnp.asarray(wanted), node.format.sharding)
+    return node.with_leaves(leaves, codebook=new_words, format=format_words)
+
+
+def _convert_leaf(leaf: Leaf, old: LeafPlan, new: LeafPlan, words: jax.Array, new_words: jax.Array, plan: Plan) -> Leaf:
+    convert = functools.partial(_convert, old=old, new=new, bits=plan.bits, rule=plan.rule)
+    placed = leaf.mu.sharding
+    shapes = jax.eval_shape(convert, leaf, words, new_words)
+    where = None
+    if isinstance(placed, NamedSharding):
+        where = jax.tree.map(lambda s: fit_spec(s.shape, placed), shapes)
+    return jax.jit(convert, out_shardings=where)(leaf, words, new_words)
+
+
+def _convert(
+    leaf: Leaf, words: jax.Array, new_words: jax.Array, *, old: LeafPlan, new: LeafPlan, bits: int, rule: str
+) -> Leaf:
+    """Moments decoded, and encoded under another structure and codebook."""
+    m, v = moments.decode_moments(leaf, old, words)
+    statistic = leaf.nu.dtype if rule == "reference" else jnp.float32
+    return moments.encode_moments(m, v, new, new_words, bits, rule, statistic)
