@@ -181,8 +181,10 @@ def load_images(spec: str = "digits") -> Images:
     ((1437, 8, 8, 1), (360, 8, 8, 1), 10)
     """
     if spec == "digits":
-        from sklearn.datasets import load_digits  # only here: it takes a second to import
-
+        try:
+            from sklearn.datasets import load_digits  # only here: it takes a second to import
+        except ModuleNotFoundError as error:
+            raise DataError("data 'digits': needs scikit-learn: pip install 'gefen-jax[demo]'") from error
         digits = load_digits()
         held_out = np.arange(len(digits.target)) % 5 == 4
         pixels = digits.images / 16

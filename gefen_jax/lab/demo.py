@@ -21,7 +21,8 @@ from gefen_jax.lab import models, optimizers, picture, report
 from gefen_jax.lab.data import fingerprint, load_text
 from gefen_jax.lab.display import progress
 from gefen_jax.lab.errors import UsageError
-from gefen_jax.lab.record import SCHEMA, Record, environment, last_common_step, write_json
+from gefen_jax.lab.machine import environment
+from gefen_jax.lab.record import SCHEMA, Record, last_common_step, write_json
 from gefen_jax.lab.tasks import Task, text_task
 from gefen_jax.lab.train import Run, fit, prepare, tree_bytes
 
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text to learn: stdlib (the sources of Python's standard library), a file, a glob or "
         "module:callable; default: the environment variable GEFEN_DATA, else stdlib",
     )
-    add("--model", default="gpt", help=f"{', '.join(trainable_models())}; default: %(default)s")
+    add("--model", default="llama", help=f"{', '.join(trainable_models())}; default: %(default)s")
     add(
         "--optimizers",
         default="adamw,gefen",
@@ -62,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the first is what the others are compared with; {', '.join(optimizers.OPTIMIZERS)}; "
         "default: %(default)s",
     )
-    add("--steps", type=positive_int, default=400, help="default: %(default)s")
-    add("--batch", type=positive_int, default=16, help="windows of text per step; default: %(default)s")
+    add("--steps", type=positive_int, default=600, help="default: %(default)s")
+    add("--batch", type=positive_int, default=8, help="windows of text per step; default: %(default)s")
     add("--lr", type=positive_float, default=2e-3, help="AdamW's peak learning rate; default: %(default)s")
     add("--seed", type=seed, default=0, help="of parameters and batches; default: %(default)s")
     add(

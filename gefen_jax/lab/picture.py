@@ -29,7 +29,7 @@ def draw(records: list[Record], step: int, real: dict[str, dict[str, int]], capt
         figure, axes = plots.panels(
             13,
             7.2 + 0.8 * max(0, len(records) - 3),
-            [["loss", "state"], ["loss", "peak"], ["gap", "real"]],
+            [["loss", "state"], ["loss", "real"], ["gap", "peak"]],
             width_ratios=[1.35, 1],
             height_ratios=[1, 1, 1],
         )
@@ -101,7 +101,7 @@ def draw_real(axes: Axes, records: list[Record], states: dict[str, int], look: L
     values = [states[record.name] / GIB for record in records]
     plots.horizontal_bars(axes, labels(records), values, colours(records, look))
     plots.note_bars(axes, [f"{value:.2f} GiB" for value in values], values)
-    axes.set_title(f"Optimizer state of a {NAMES[SHOWN]}: {instead(values, '.1f')} GiB")
+    axes.set_title(f"The same for a {NAMES[SHOWN]}: {instead(values, '.1f')} GiB")
     axes.set_xlabel("GiB, from the model's shapes")
 
 

@@ -6,6 +6,7 @@ with style():
     save(figure, path)
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
 
 INK, MUTED, GRID = "#222222", "#6b6b6b", "#e3e3e3"
 
@@ -26,7 +28,7 @@ STYLE: dict[Any, Any] = {
     "axes.linewidth": 0.8,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.titlesize": 11,
+    "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlepad": 10,
@@ -63,20 +65,24 @@ LOOKS = (
     Look("#000000", "-.", "X"),
     Look("#F0E442", ":", "*"),
 )
-FIXED = {"adamw": 0, "gefen": 1, "gefen-reference": 2}  # the same look in every plot
+FIXED = {"adamw": 0, "gefen": 1, "gefen_reference": 2}  # the same look in every plot
 
 
 def looks(names: Sequence[str]) -> dict[str, Look]:
-    """A look for each name: fixed for the main actors, the free ones in order for the rest.
+    """A look for each name: fixed for the main actors, the others in order. Beyond eight, dash and marker shift.
 
     >>> looks(["lion", "gefen"])["gefen"] == looks(["gefen", "adamw"])["gefen"]
     True
     """
-    free = [look for index, look in enumerate(LOOKS) if index not in {FIXED[n] for n in names if n in FIXED}]
-    rest = [name for name in names if name not in FIXED]
-    return {name: LOOKS[FIXED[name]] for name in names if name in FIXED} | {
-        name: free[index % len(free)] for index, name in enumerate(rest)
-    }
+    taken = {FIXED[name] for name in names if name in FIXED}
+    free = itertools.count()
+    found = {}
+    for name in names:
+        index = FIXED[name] if name in FIXED else next(i for i in free if i % len(LOOKS) not in taken)
+        turn, place = divmod(index, len(LOOKS))
+        other = LOOKS[(place + turn) % len(LOOKS)]
+        found[name] = Look(LOOKS[place].colour, other.dash, other.marker)
+    return found
 
 
 @contextmanager
@@ -123,7 +129,18 @@ def stacked_bars(axes: Axes, labels: Sequence[str], parts: Mapping[str, Sequence
         axes.barh(range(len(labels)), values, left=left, height=0.62, color=str(grey), label=part)
         left += np.asarray(values, float)
     horizontal_bars(axes, labels, [0.0] * len(labels), INK)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=len(parts), fontsize=9)
+    below = ScaledTranslation(0, -0.5, axes.figure.dpi_scale_trans)  # half an inch: under the axis and its label
+    axes.legend(
+        loc="upper left",
+        bbox_to_anchor=(0, 0),
+        bbox_transform=axes.transAxes + below,
+        ncols=len(parts),
+        fontsize=9,
+        borderpad=0,
+        borderaxespad=0,
+        handlelength=1.2,
+        columnspacing=1.5,
+    )
 
 
 def note_bars(axes: Axes, notes: Sequence[str], ends: Sequence[float]) -> None:

@@ -1,23 +1,16 @@
-"""What a run leaves behind: its numbers, and where and with what they were made. All of it JSON."""
+"""What a run leaves behind: its numbers, as JSON."""
 
 import dataclasses
-import importlib.metadata
 import json
 import math
-import os
-import platform
-import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-import gefen_jax
 from gefen_jax.lab.train import Event, Run
 
 SCHEMA = 1
-PACKAGES = ("gefen-jax", "jax", "jaxlib", "optax", "flax", "numpy", "numba")
 
 
 class Times(NamedTuple):
@@ -91,56 +84,6 @@ def last_common_step(records: list[Record]) -> int | None:
     """The last step at which every record has a validation loss; None if there is none."""
     steps = set.intersection(*(set(record.validation_losses()) for record in records))
     return max(steps, default=None)
-
-
-def environment() -> dict[str, Any]:
-    """Versions, device, threads and commit: what a reader needs to judge or repeat a measurement."""
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    device = jax.devices()[0]
-    return {
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "packages": versions,
-        "backend": jax.default_backend(),
-        "device": device.device_kind,
-        "devices": jax.device_count(),
-        "threads": usable_cores(),
-        "commit": commit(),
-    }
-
-
-def usable_cores() -> int:
-    """The cores this process may run on: what XLA's thread pool is sized by."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def commit() -> str | None:
-    """The commit of the package's own repository, with `-dirty` if files changed; None if it is installed."""
-    root = Path(gefen_jax.__file__).resolve().parents[1]
-    if not (root / ".git").exists():  # not a checkout: never name somebody else's repository around it
-        return None
-    try:
-        git = ["git", "-C", str(root)]
-        head = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-        status = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return head + ("-dirty" if status else "")
 
 
 def write_json(path: Path, value: Any) -> None:
