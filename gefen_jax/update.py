@@ -122,9 +122,9 @@ def second_moment(g: jax.Array, leaf: Leaf, h: Hyper) -> tuple[jax.Array, jax.Ar
     if not is_factored(leaf):
         return h.b2 * leaf.nu + h.w2 * _block_mean(g * g, leaf.nu), leaf.nu_cross
     rows = mean_over(g * g, _reduced(g.shape, leaf.nu.shape), like=leaf.nu)
-    # Not the same expression twice: XLA would compute g * g once and write it to memory for both reductions.
-    columns = mean_over((h.w2 * g) * g, _reduced(g.shape, leaf.nu_cross.shape), like=leaf.nu_cross)
-    return h.b2 * leaf.nu + h.w2 * rows, h.b2 * leaf.nu_cross + columns
+    # The same squares in other words: XLA would compute g * g once and write it to memory for both reductions.
+    columns = mean_over(jnp.abs(g) * jnp.abs(g), _reduced(g.shape, leaf.nu_cross.shape), like=leaf.nu_cross)
+    return h.b2 * leaf.nu + h.w2 * rows, h.b2 * leaf.nu_cross + h.w2 * columns
 
 
 def root_factors(nu: jax.Array, nu_cross: jax.Array, h: Hyper) -> tuple[jax.Array, jax.Array | None]:
