@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gefen_jax._gradient import as_floating, chunks
-from gefen_jax.blocks import Shape
 from gefen_jax.quantization import BINS
+from gefen_jax.tiling import Shape
 
 Counts = npt.NDArray[np.int64]
 Words = npt.NDArray[np.float32]

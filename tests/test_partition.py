@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gefen_jax import tiling, partition
+from gefen_jax import partition, tiling
 
 RNG = np.random.default_rng
 
@@ -165,6 +165,7 @@ PLANTED = {
 def test_planted_structure_is_found(kind):
     grad, structure = PLANTED[kind]
     assert choice(grad) == partition.Choice(structure, partition.LEARNED)
+    assert survey(grad).noise == pytest.approx(math.pi**2 / 2, rel=0.05)  # none of it taken for noise
 
 
 @pytest.mark.parametrize("kind", PLANTED)
@@ -374,15 +375,44 @@ def test_steeper_leaf_is_served_first():
     assert [c.structure for c in both] == [("tile", (256, 1))] * 2
 
 
+def drawn(*points, shape=(1700, 10), scales=10, default_cost=20):
+    """A noiseless survey with candidates at the given (cost, explained)."""
+    candidates = [partition.Candidate(str(cost), (cost,), cost, float(explained), 0.0) for cost, explained in points]
+    return partition.Survey(shape, scales, ("default",), default_cost, partition.LEARNED, tuple(candidates), noise=0.0)
+
+
+def costs(surveys, budget=None):
+    return [choice.structure[0] for choice in partition.choose(surveys, budget)]
+
+
+@pytest.mark.parametrize(("default_cost", "limit"), [(20, 90), (89, 90), (91, 91), (150, 150)])
+def test_standard_budget(default_cost, limit):
+    # 17,000 elements: 100 numbers, of which the momentum scales take 10; or as many as the shape rule takes
+    def dearest(cost):
+        return costs([drawn((1, 0), (cost, 7), default_cost=default_cost)]) == [cost]
+
+    assert dearest(limit)
+    assert not dearest(limit + 1)
+
+
 def test_what_the_hull_leaves_is_spent_off_it():
-    # The next step of the hull costs 64 and cannot be paid; 32 pairs of columns can.
-    paired = np.repeat(scales(1, 32), 2, axis=1) * scales(1, 64, seed=5) * normal(256, 64)
-    found = survey(paired, (0, 1))
-    hull = [c.name for c in partition._ascent(found)]
-    affordable = partition.choose([found], found.scales + 40)[0].structure
-    assert partition.structure_cost((256, 64), affordable) <= 40
-    assert affordable != found.candidates[0].structure
-    assert hull[-1] in {"256 x 1", "factored"}
+    points = [(1, 0), (10, 100), (20, 150), (22, 149), (64, 1000)]
+    assert [c.cost for c in partition._ascent(drawn(*points))] == [1, 64]
+    assert costs([drawn(*points)], 10 + 64) == [64]
+    assert costs([drawn(*points)], 10 + 63) == [20]  # 64 cannot be paid; of the others 20 explains most
+    assert costs([drawn(*points)], 10 + 19) == [10]
+    assert costs([drawn(*points)], 10 + 9) == [1]
+    # Two leaves share what is left, the earlier one first.
+    assert costs([drawn(*points), drawn(*points)], 20 + 30) == [20, 10]
+
+
+def test_steps_are_taken_by_their_slope():
+    shallow, steep = drawn((1, 0), (11, 10), (21, 15)), drawn((1, 0), (11, 20), (21, 30))
+    reached = [costs([shallow, steep], 20 + budget) for budget in (2, 12, 22, 32, 42)]
+    assert reached == [[1, 1], [1, 11], [11, 11], [11, 21], [21, 21]]
+    assert costs([shallow, shallow], 32) == [11, 1]  # ties go to the earlier leaf
+    cheap = drawn((1, 0), (6, 5), (30, 5.5))
+    assert costs([shallow, cheap], 30) == [1, 6]  # and to the cheaper step
 
 
 def test_blocks_only():
