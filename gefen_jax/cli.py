@@ -24,6 +24,8 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("demo", "train a small language model with AdamW and with Gefen", "gefen_jax.lab.demo", "demo"),
+    Command("bench step", "time, compile time and memory of the step against AdamW", "gefen_jax.lab.bench_step", "demo"),
+    Command("bench memory", "bytes of optimizer state on real model shapes", "gefen_jax.lab.bench_memory", "demo"),
     Command("doctor", "show versions, devices and what would run on them", "gefen_jax.lab.doctor"),
 )
 
