@@ -54,8 +54,8 @@ def report() -> str:
     sections = {"versions": {"python": platform.python_version()} | {n: version(n) or "missing" for n in CORE}}
     try:
         devices = jax.devices()
-    except RuntimeError as error:  # a backend that was asked for and does not start
-        sections["machine"] = machine() | {"devices": f"none: {error}"}
+    except (RuntimeError, AssertionError) as error:  # both are what JAX raises if a chosen backend does not start
+        sections["machine"] = machine() | {"devices": f"none, JAX cannot start its backend: {error!r}"}
     else:
         kinds = ", ".join(sorted({f"{device.device_kind} ({device.platform})" for device in devices}))
         sections["machine"] = machine() | {"devices": f"{len(devices)}: {kinds}"}
