@@ -84,6 +84,15 @@ def dequantize_nu(codes: jax.Array, scale: jax.Array) -> jax.Array:
     return lowbit.words_of(codes, words) * rank1_scale(scale, codes.shape)
 
 
+def _zeros(shape: tuple[int, ...]) -> Stored:
+    size = math.prod(shape)
+    blocks = -(-size // BLOCK)
+    zero = int(np.searchsorted(lowbit.dynamic_map(4, signed=True), 0))
+    mu = jnp.full((size + 1) // 2, zero | (zero << 4), jnp.uint8)
+    nu_scale = jnp.zeros(blocks if len(shape) == 1 else sum(shape), jnp.float32)
+    return mu, jnp.zeros(blocks, jnp.float32), jnp.zeros_like(mu), nu_scale
+
+
 def _quantize(mu: jax.Array, nu: jax.Array) -> Stored:
     mu_codes, mu_scale = lowbit.block_quantize(mu, lowbit.dynamic_map(4, signed=True), BLOCK)
     nu_codes, nu_scale = quantize_nu(nu)
@@ -97,7 +106,7 @@ def _dequantize(stored: Stored, shape: tuple[int, ...]) -> tuple[jax.Array, jax.
     return lowbit.block_dequantize(mu_codes, mu_scale, mu_words, BLOCK), dequantize_nu(nu_codes, nu_scale)
 
 
-CODEC = Codec(_quantize, _dequantize, codes_shape=lambda shape: ((math.prod(shape) + 1) // 2,))
+CODEC = Codec(_zeros, _quantize, _dequantize)
 
 
 def scale_by_adam4bit(

@@ -5,10 +5,13 @@ Source: Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit optimizers via block-w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gefen_jax.baselines import leafwise, lowbit
@@ -34,6 +37,13 @@ class Adam8bitState(NamedTuple):
     nu_scale: Any
 
 
+def _zeros(shape: tuple[int, ...]) -> Stored:
+    words = lowbit.dynamic_map(8, signed=True), lowbit.dynamic_map(8, signed=False)
+    mu, nu = (jnp.full(shape, np.searchsorted(w, 0), jnp.uint8) for w in words)
+    scale = jnp.zeros(-(-math.prod(shape) // BLOCK), jnp.float32)
+    return mu, scale, nu, jnp.zeros_like(scale)
+
+
 def _quantize(mu: jax.Array, nu: jax.Array) -> Stored:
     return (
         *lowbit.block_quantize(mu, lowbit.dynamic_map(8, signed=True), BLOCK),
@@ -49,7 +59,7 @@ def _dequantize(stored: Stored, shape: tuple[int, ...]) -> tuple[jax.Array, jax.
     )
 
 
-CODEC = Codec(_quantize, _dequantize, codes_shape=lambda shape: shape)
+CODEC = Codec(_zeros, _quantize, _dequantize)
 
 
 def scale_by_adam8bit(
@@ -103,7 +113,6 @@ def adam8bit(
       weight_decay, mask: see `optax.adamw`.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> params = {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(64)}
       >>> state = adam8bit(1e-3).init(params)
       >>> jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", state[0].mu)

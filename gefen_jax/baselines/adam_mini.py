@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gefen_jax import paths
 from gefen_jax.baselines import leafwise
 from gefen_jax.baselines.mini_rules import DEFAULT_RULES, Rule, Sharing, check_rules, sharing
 
@@ -97,15 +98,16 @@ def scale_by_adam_mini(
     check_rules(rules)
 
     def shared(path: Any, leaf: jax.Array) -> Sharing:
-        return sharing(leafwise.path_name(path), leaf.shape, rules, sizes, scanned)
+        return sharing(paths.name(path), leaf.shape, rules, sizes, scanned)
 
     def update_leaf(path: Any, g: jax.Array, mu: jax.Array, nu: jax.Array, count: jax.Array) -> _Leaf:
         view, reduced, nu_shape = shared(path, g)
         if nu.shape != nu_shape:
             raise ValueError(
-                f"leaf {leafwise.path_name(path)!r}: the rules give a second moment of shape {nu_shape}, the state has "
+                f"leaf {paths.name(path)!r}: the rules give a second moment of shape {nu_shape}, the state has "
                 f"{nu.shape}; update with the rules, sizes and scanned that init had"
             )
+        g = jnp.asarray(g)
         g32 = g.astype(jnp.float32).reshape(view)
         square = jnp.sum(g32 * g32, axis=reduced, keepdims=True) / max(1, math.prod(view[i] for i in reduced))
         moment = b1 * mu.reshape(view) + (1 - b1) * g32

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from gefen_jax import paths
+
 Scalar = float | jax.Array
 """A hyperparameter: a number, or an array that may be traced."""
 
@@ -41,18 +43,6 @@ def bias_correction(decay: Scalar, count: jax.Array) -> jax.Array:
     else:
         rate = jnp.log(decay)
     return -jnp.expm1(count * jnp.float32(rate))
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """A leaf's path as ``a/b/c``, without the ``.value`` that Flax NNX variables add at its end.
-
-    Examples:
-      >>> [path_name(path) for path, _ in jax.tree.leaves_with_path({"h": [{"kernel": 1}]})]
-      ['h/0/kernel']
-    """
-    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
-        path = path[:-1]
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def unzip(results: Any, kind: type[Leafwise]) -> Leafwise:
@@ -91,8 +81,8 @@ def check_params(params: Any) -> None:
     Raises:
       TypeError: names the first such leaf.
     """
-    for path, leaf in jax.tree.leaves_with_path(params):
-        _check_floating(path_name(path), leaf, "parameter")
+    for path, leaf in paths.named_leaves(params):
+        _check_floating(path, leaf, "parameter")
 
 
 def check_gradients(updates: Any, mu: Any, shape_of: Callable[[jax.Array, jax.Array], tuple[int, ...]]) -> None:
@@ -107,9 +97,9 @@ def check_gradients(updates: Any, mu: Any, shape_of: Callable[[jax.Array, jax.Ar
       ValueError: a gradient is missing, ``None``, new, or of another shape.
       TypeError: a gradient is complex or an integer.
     """
-    none_too = lambda x: x is None  # noqa: E731
-    gradients = {path_name(p): g for p, g in jax.tree.leaves_with_path(updates, is_leaf=none_too)}
-    moments = {path_name(p): m for p, m in jax.tree.leaves_with_path(mu)}
+    found = jax.tree.leaves_with_path(updates, is_leaf=lambda leaf: leaf is None)
+    gradients = {paths.name(path): gradient for path, gradient in found}
+    moments = dict(paths.named_leaves(mu))
     for path, moment in moments.items():
         gradient = gradients.get(path)
         if gradient is None:

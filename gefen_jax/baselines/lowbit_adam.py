@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gefen_jax import paths
 from gefen_jax.baselines import leafwise
 
 Stored = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -22,14 +24,14 @@ class Codec(NamedTuple):
     """How the two moments of a leaf are stored.
 
     Attributes:
+      zeros: shape of the parameter -> `Stored` of moments that are 0.
       quantize: float32 first and second moment -> `Stored`, the codes as uint8.
       dequantize: `Stored` and the shape of the parameter -> the float32 moments.
-      codes_shape: shape of the parameter -> shape of the codes.
     """
 
+    zeros: Callable[[tuple[int, ...]], Stored]
     quantize: Callable[[jax.Array, jax.Array], Stored]
     dequantize: Callable[[Stored, tuple[int, ...]], tuple[jax.Array, jax.Array]]
-    codes_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
 
 
 class _Leaf(NamedTuple):
@@ -65,16 +67,17 @@ def scale_by_lowbit_adam(
 
     def init_leaf(path: Any, p: jax.Array) -> _Leaf:
         zeros = jnp.zeros(p.shape, jnp.float32)
-        asked = full_precision is not None and re.search(full_precision, leafwise.path_name(path)) is not None
+        asked = full_precision is not None and re.search(full_precision, paths.name(path)) is not None
         if asked or p.size < smallest or p.size == 0 or p.ndim == 0:
             return _Leaf(None, zeros, jnp.zeros(1, jnp.float32), jnp.zeros_like(zeros), jnp.zeros(1, jnp.float32))
-        return _Leaf(None, *codec.quantize(zeros, zeros))
+        return _Leaf(None, *codec.zeros(p.shape))
 
     def update_leaf(g: jax.Array, *stored: jax.Array, count: jax.Array) -> _Leaf:
         mu, mu_scale, nu, nu_scale = stored
         quantised = mu.dtype == jnp.uint8
         if quantised:
             mu, nu = codec.dequantize((mu, mu_scale, nu, nu_scale), g.shape)
+        g = jnp.asarray(g)
         g32 = g.astype(jnp.float32)
         mu = b1 * mu + (1 - b1) * g32
         nu = b2 * nu + (1 - b2) * g32 * g32
@@ -84,7 +87,7 @@ def scale_by_lowbit_adam(
         return _Leaf(update, mu, mu_scale, nu, nu_scale)
 
     def shape_of_mu(g: jax.Array, mu: jax.Array) -> tuple[int, ...]:
-        return codec.codes_shape(g.shape) if mu.dtype == jnp.uint8 else g.shape
+        return jax.eval_shape(lambda: codec.zeros(g.shape))[0].shape if mu.dtype == jnp.uint8 else g.shape
 
     def init_fn(params: Any) -> State:
         leafwise.check_params(params)
@@ -96,7 +99,7 @@ def scale_by_lowbit_adam(
         count, mu, mu_scale, nu, nu_scale = state
         leafwise.check_gradients(updates, mu, shape_of_mu)
         count = optax.safe_increment(count)
-        step = lambda g, *stored: update_leaf(g, *stored, count=count)  # noqa: E731
+        step = functools.partial(update_leaf, count=count)
         leaves = leafwise.unzip(jax.tree.map(step, updates, mu, mu_scale, nu, nu_scale), _Leaf)
         return leaves.update, state_type(count, leaves.mu, leaves.mu_scale, leaves.nu, leaves.nu_scale)
 

@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gefen_jax import paths
 from gefen_jax.baselines.adam4bit import adam4bit
 from gefen_jax.baselines.adam8bit import adam8bit
 from gefen_jax.baselines.adam_mini import adam_mini
-from gefen_jax.baselines.leafwise import Scalar, path_name
+from gefen_jax.baselines.leafwise import Scalar
 
 Make = Callable[..., optax.GradientTransformation]
-"""Constructor: ``(learning_rate, *, weight_decay, b1, b2, eps, mask, **options)``; what it has no use for, it ignores."""
+"""Constructor: ``(learning_rate, *, weight_decay, b1, b2, eps, mask, **options)``; ignores what it has no use for."""
 
 
 class Peer(NamedTuple):
@@ -159,7 +160,7 @@ def muon_matrices(params: Any) -> Any:
     """
 
     def axes(path: Any, leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
-        outer = re.search(r"embed|(^|/)(wte|wpe|(lm_)?head|output)/", path_name(path), re.IGNORECASE)
+        outer = re.search(r"embed|(^|/)(wte|wpe|(lm_)?head|output)/", paths.name(path), re.IGNORECASE)
         return optax.contrib.MuonDimensionNumbers() if leaf.ndim == 2 and not outer else None
 
     return jax.tree.map_with_path(axes, params)
