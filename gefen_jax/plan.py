@@ -18,40 +18,24 @@ from typing import Any
 import numpy as np
 
 from gefen_jax import tiling
+from gefen_jax.quantization import BINS
+from gefen_jax.reasons import (
+    EMPTY,
+    EXACT_REASONS,
+    EXPLANATIONS,
+    FULL_PRECISION,
+    NO_GRADIENT_YET,
+    REASONS,
+    SHAPE_RULE,
+    SINGLES,
+    SMALL,
+)
 from gefen_jax.tiling import Shape
 
 RULES = ("gefen", "reference")
 SECOND_MOMENTS = ("auto", "block", "factored", "full")
 BITS = (8, 4)
 MIN_SIZE = 4096
-
-LEARNED = "learned"
-SHAPE_RULE = "shape rule"
-SMALL = "small"
-FULL_PRECISION = "full precision"
-ZERO = "zero gradient"
-FLAT = "flat gradient"
-NON_FINITE = "non-finite gradient"
-EMPTY = "no elements"
-SINGLES = "blocks of one element"
-NO_GRADIENT_YET = "no gradient yet"
-REASONS = (LEARNED, SHAPE_RULE, SMALL, FULL_PRECISION, ZERO, FLAT, NON_FINITE, EMPTY, SINGLES, NO_GRADIENT_YET)
-"""Why a leaf has its structure. Their order is part of the state's format: append only."""
-
-EXPLANATIONS = {
-    LEARNED: "chosen from the first gradients",
-    SHAPE_RULE: "chosen from the parameter's shape",
-    SMALL: "fewer than min_size elements: exact Adam costs little and sets the usable learning rate",
-    FULL_PRECISION: "full_precision asks for exact Adam",
-    ZERO: "the first gradient is zero, so the shape rule decides",
-    FLAT: "the squared first gradient shows no structure, so the shape rule decides",
-    NON_FINITE: "the first gradient has NaN or infinite elements, so the shape rule decides",
-    EMPTY: "the parameter has no elements",
-    SINGLES: "its blocks would hold one element each: exact Adam is smaller",
-    NO_GRADIENT_YET: "rule 'reference' needs the first gradient (calibrate): full second moment until then",
-}
-
-NO_SPLIT_NOTE = " (no rows and columns worth factoring: both moments share blocks)"
 
 Structure = tuple[Any, ...]
 FullPrecision = str | Callable[[str, Any], bool] | None
@@ -92,7 +76,7 @@ class LeafPlan:
             return none, none, none
         scale = none if self.exact else _statistic(self.shape, self.mu)
         if self.nu[0] == "factored":
-            return scale, *tiling.factored_statistics(self.shape, self.nu[1], self.nu[2])
+            return scale, *tiling.factored_statistics(self.shape, *self.nu[1:])
         return scale, _statistic(self.shape, self.nu), none
 
 
@@ -133,6 +117,10 @@ class Plan:
         check_choice("second_moment", self.second_moment, SECOND_MOMENTS)
         check_choice("bits", self.bits, BITS)
         check_min_size(self.min_size)
+        for path, leaf in self.leaves.items():
+            check_leaf(path, leaf, self.rule)
+        if self.counts is not None and (np.shape(self.counts) != (BINS,) or np.min(self.counts) < 0):
+            raise ValueError(f"counts must be {BINS} whole numbers >= 0; found shape {np.shape(self.counts)}")
         if self.codebook is not None:
             object.__setattr__(self, "codebook", check_codebook(self.codebook, self.bits, self.rule))
 
@@ -195,10 +183,9 @@ class Plan:
         Raises:
           ValueError: if the file is no plan, is damaged or contradicts itself.
         """
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
         try:
-            return cls.loads(text)
+            with open(path, encoding="utf-8") as file:
+                return cls.loads(file.read())
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from error
 
@@ -220,7 +207,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         "format": FORMAT,
         "rule": plan.rule,
         "second_moment": plan.second_moment,
-        "min_size": plan.min_size,
+        "min_size": int(plan.min_size),
         "bits": plan.bits,
         "codebook": None if plan.codebook is None else [float(word) for word in plan.codebook],
         "counts": None if plan.counts is None else [int(count) for count in plan.counts],
@@ -236,13 +223,7 @@ def _from_json(data: Any) -> Plan:
     for path, entry in data["leaves"].items():
         axes = None if entry["axes"] is None else (int(entry["axes"][0]), int(entry["axes"][1]))
         shape = tuple(int(size) for size in entry["shape"])
-        leaf = LeafPlan(shape, _structure(entry["mu"]), _structure(entry["nu"]), str(entry["reason"]), axes)
-        check_choice(f"reason of leaf {path!r}", leaf.reason, REASONS)
-        try:
-            leaf.statistics()
-        except (ValueError, IndexError, TypeError) as error:
-            raise ValueError(f"leaf {path!r}: {error}") from error
-        leaves[path] = leaf
+        leaves[path] = LeafPlan(shape, _structure(entry["mu"]), _structure(entry["nu"]), str(entry["reason"]), axes)
     counts = None if data["counts"] is None else np.asarray(data["counts"], np.int64)
     codebook = None if data["codebook"] is None else np.asarray(data["codebook"], np.float32)
     return Plan(data["rule"], data["second_moment"], int(data["min_size"]), int(data["bits"]), codebook, counts, leaves)
@@ -357,6 +338,27 @@ def check_choice(what: str, found: Any, choices: tuple[Any, ...]) -> None:
         if hasattr(found, "shape"):
             hint = f"; an array arrives here from optax.inject_hyperparams: add {what!r} to its static_args"
         raise ValueError(f"{what} must be one of {', '.join(map(repr, choices))}; found {found!r}{hint}")
+
+
+def check_leaf(path: str, leaf: LeafPlan, rule: str) -> None:
+    """Raise a ValueError unless a leaf's decision is one that ``rule`` can make."""
+    check_choice(f"reason of leaf {path!r}", leaf.reason, REASONS)
+    kinds = ("full", "flat") if rule == "reference" else ("full", "tile", "factored")
+    if leaf.exact != (leaf.reason in EXACT_REASONS):
+        problem = f"its first moment is kept as {leaf.mu}, which does not go with the reason {leaf.reason!r}"
+    elif leaf.exact and leaf.nu != ("full",):
+        problem = f"exact Adam keeps a full second moment, found {leaf.nu}"
+    elif leaf.mu[0] not in kinds or leaf.mu[0] == "factored" or leaf.nu[0] not in kinds:
+        problem = f"rule {rule!r} keeps no moments as {leaf.mu} and {leaf.nu}"
+    elif any(size < 0 for size in leaf.shape):
+        problem = f"its shape {leaf.shape} is none"
+    else:
+        try:
+            leaf.statistics()
+            return
+        except (ArithmeticError, ValueError, IndexError, TypeError) as error:
+            problem = str(error)
+    raise ValueError(f"the plan of leaf {path!r} contradicts itself: {problem}")
 
 
 def check_min_size(found: Any) -> None:

@@ -14,6 +14,7 @@ only where it must be, so a sharded axis stays sharded (a reshape to (blocks, le
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 Shape = tuple[int, ...]
@@ -115,7 +116,7 @@ def flat_statistic(shape: Shape, length: int) -> Shape:
     count = math.prod(shape)
     if count == 0 or not shape:
         return (1,) * len(shape)
-    if count % length:
+    if length < 1 or count % length:
         raise ValueError(f"runs of {length} elements do not divide an array of shape {shape}")
     inner = 1  # elements of the axes after axis k
     for k in reversed(range(len(shape))):
@@ -174,7 +175,7 @@ def declared_split(shape: Shape, axes: tuple[int, int]) -> tuple[int, int] | Non
 def check_axes(path: str, shape: Shape, axes: Any) -> tuple[int, int]:
     """``axes`` as (batch, rows), or a ValueError that names the leaf."""
     try:
-        batch, rows = (int(a) for a in axes)
+        batch, rows = (operator.index(a) for a in axes)
     except (TypeError, ValueError):
         batch, rows = -1, -1
     if batch < 0 or rows < 1 or batch + rows > len(shape):
@@ -212,6 +213,8 @@ def factored_statistics(shape: Shape, batch: int, rows: int) -> tuple[Shape, Sha
       >>> factored_statistics((16, 2048, 32, 64), 1, 1)
       ((16, 2048, 1, 1), (16, 1, 32, 64))
     """
+    if batch < 0 or rows < 1 or not _factorable(shape, batch, rows):
+        raise ValueError(f"{batch} batch and {rows} row axes leave an array of shape {shape} no rows and columns")
     cut = batch + rows
     row_factor = shape[:cut] + (1,) * (len(shape) - cut)
     column_factor = shape[:batch] + (1,) * rows + shape[cut:]
