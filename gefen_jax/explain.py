@@ -10,14 +10,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from gefen_jax import codebook, implementation, paths, state
-from gefen_jax.plan import EXPLANATIONS, NO_SPLIT_NOTE, LeafPlan
+from gefen_jax import codebook, implementation, paths, state, update
+from gefen_jax.plan import LeafPlan, split_of
+from gefen_jax.reasons import EMPTY, EXPLANATIONS, LEARNED
 from gefen_jax.state import GefenState, decisions
 from gefen_jax.update import Leaf
 
 ADAM_BYTES = 8
 """State of AdamW in float32, bytes per parameter."""
 UNKNOWN = "unknown"
+NOT_HELD = "not held"
+NO_SPLIT = "no split"
+MEANINGS = EXPLANATIONS | {
+    UNKNOWN: "an abstract state has shapes only: the plan, or the state itself, knows the reasons",
+    NOT_HELD: "no Gefen state holds this parameter",
+    NO_SPLIT: "no rows and columns worth factoring: both moments share blocks",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +34,17 @@ class Row:
 
     Attributes:
       path: the leaf's path.
-      shape: the parameter's shape.
+      shape: the parameter's shape. Of one without elements only the rank is known unless ``params`` is given.
       first_moment: how it is kept, in words.
       second_moment: how it is kept, in words.
       statistics: numbers stored beside the codes (scales, second moments, factors).
       bytes: bytes of state.
       bytes_per_parameter: the same per element; 0 for parameters without elements.
-      reason: why the leaf has this structure.
-      implementation: which twin of the step runs it, and why.
+      reason: why the leaf has this structure, one of `gefen_jax.reasons.REASONS`; "unknown" for abstract states, "not
+        held" for a parameter that no Gefen state holds.
+      split: whether the shape has rows and columns worth factoring; without them both moments share blocks.
+      implementation: which twin of the step runs it.
+      because: why that twin.
     """
 
     path: str
@@ -44,7 +55,9 @@ class Row:
     bytes: int
     bytes_per_parameter: float
     reason: str
+    split: bool
     implementation: str
+    because: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +66,7 @@ class Explanation:
 
     Attributes:
       rows: one `Row` per parameter.
-      parameters: number of parameter elements.
+      parameters: number of parameter elements that Gefen states hold.
       bytes: bytes of Gefen state in all, with counters and codebooks.
       adam_bytes: what AdamW in float32 keeps for the same parameters.
       rule: the rule in force, or "unknown" for abstract states.
@@ -77,42 +90,60 @@ class Explanation:
     def summary(self) -> str:
         """The totals in words."""
         share = self.bytes / self.adam_bytes if self.adam_bytes else 0.0
-        steps = "" if self.count is None else f", {self.count} steps"
+        steps = "" if self.count is None else f", {self.count} step{'s' * (self.count != 1)} taken"
         return (
             f"{self.parameters:,} parameters, {self.bytes:,} bytes of state = {self.bytes_per_parameter:.3f} B/param "
             f"(AdamW: {self.adam_bytes:,} bytes, {share:.1%} of it here); rule {self.rule}; codebook: "
             f"{self.codebook}{steps}"
         )
 
+    def legend(self) -> dict[str, str]:
+        """What the table's short words mean, as far as they occur: reasons, then what runs the leaves."""
+        words = {row.reason: MEANINGS[row.reason] for row in self.rows}
+        if any(not row.split for row in self.rows):
+            words[NO_SPLIT] = MEANINGS[NO_SPLIT]
+        because: dict[str, dict[str, None]] = {}
+        for row in self.rows:
+            if row.because:
+                because.setdefault(row.implementation, {})[row.because] = None
+        return words | {f"runs as {name}": "; ".join(reasons) for name, reasons in because.items()}
+
     def __str__(self) -> str:
         table = [HEAD, *(_cells(row) for row in self.rows)]
         widths = [max(len(line[i]) for line in table) for i in range(len(HEAD))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([*lines, "", self.summary()])
+        legend = self.legend()
+        width = max(map(len, legend), default=0)
+        meanings = [f"{word.ljust(width)}  {meaning}" for word, meaning in legend.items()]
+        return "\n".join([*lines, "", *meanings, "", self.summary()])
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{html.escape(cell)}</th>" for cell in HEAD)
         body = "".join(
             "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row)) + "</tr>" for row in self.rows
         )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{html.escape(self.summary())}</p>"
+        legend = "".join(
+            f"<dt>{html.escape(word)}</dt><dd>{html.escape(meaning)}</dd>" for word, meaning in self.legend().items()
+        )
+        return (
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><dl>{legend}</dl>"
+            f"<p>{html.escape(self.summary())}</p>"
+        )
 
 
 HEAD = ("parameter", "shape", "first moment", "second moment", "bytes", "B/param", "reason", "runs as")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    shape = "x".join(map(str, row.shape)) or "scalar"
-    size = f"{row.bytes_per_parameter:.3f}"
     return (
         row.path or "(the tree itself)",
-        shape,
+        "x".join(map(str, row.shape)) or "scalar",
         row.first_moment,
         row.second_moment,
         f"{row.bytes:,}",
-        size,
-        row.reason,
+        f"{row.bytes_per_parameter:.3f}",
+        row.reason if row.split else f"{row.reason}, {NO_SPLIT}",
         row.implementation,
     )
 
@@ -123,14 +154,14 @@ def explain(opt_state: Any, params: Any = None, *, implementation: str = "auto")
     Args:
       opt_state: an optimizer state with at least one `GefenState`, concrete or from `jax.eval_shape`. Abstract states
         have shapes and bytes, but their rule and reasons are not known.
-      params: the parameters, to name and count those that no Gefen state holds; optional.
+      params: the parameters, to name those that no Gefen state holds; optional.
       implementation: what the transformation was built with, to say which twin of the step runs.
 
     Returns:
       An `Explanation`: print it, show it in a notebook, or read its rows.
 
     Raises:
-      ValueError: if there is no Gefen state, or it is damaged.
+      ValueError: if there is no Gefen state, it is damaged, or it belongs to other parameters.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -138,25 +169,25 @@ def explain(opt_state: Any, params: Any = None, *, implementation: str = "auto")
       >>> found = explain(gefen(1e-3).init({"kernel": jnp.zeros((256, 512)), "bias": jnp.zeros(512)}))
       >>> found.rows[1].second_moment, round(found.rows[1].bytes_per_parameter, 3)
       ('256 rows x 512 columns', 1.039)
-      >>> found.rows[0].reason
-      'small: fewer than min_size elements: exact Adam costs little and sets the usable learning rate'
+      >>> found.rows[0].reason, found.legend()["small"]
+      ('small', 'fewer than min_size elements: exact Adam costs little and sets the usable learning rate')
     """
     nodes = _states(opt_state)
+    shapes = {} if params is None else {path: tuple(p.shape) for path, p in paths.named_leaves(params)}
     rows: list[Row] = []
     total = 0
     for node in nodes:
         total += sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(node))
         words = state.read_format(node)
-        decided = decisions(node, words) if words is not None else None
+        decided = {} if words is None else decisions(node, words)
         for path, leaf in zip(paths.names(node.mu), node.leaves()):
-            rows.append(_row(path, leaf, decided[path] if decided is not None else None, implementation))
-    if params is not None:
-        known = {row.path for row in rows}
-        for path, p in paths.named_leaves(params):
-            if path not in known:
-                rows.append(Row(path, tuple(p.shape), "-", "-", 0, 0, 0.0, "not held by a Gefen state", "-"))
-    held = [row for row in rows if row.first_moment != "-"]
-    parameters = sum(math.prod(row.shape) for row in held)
+            decision = decided.get(path)
+            rows.append(_row(path, leaf, decision, _shape(path, leaf, decision, node, shapes), implementation))
+    held = {row.path for row in rows}
+    parameters = sum(math.prod(row.shape) for row in rows)
+    for path, shape in shapes.items():
+        if path not in held:
+            rows.append(Row(path, shape, "-", "-", 0, 0, 0.0, NOT_HELD, True, "-", ""))
     words = state.read_format(nodes[0])
     return Explanation(
         rows=tuple(rows),
@@ -211,25 +242,52 @@ def _codebook_source(node: GefenState) -> str:
     return f"{words.size} words, " + ("prior (not calibrated)" if same else "learned")
 
 
-def _row(path: str, leaf: Leaf, decision: LeafPlan | None, requested: str) -> Row:
-    shape = tuple(leaf.mu.shape) if decision is None else decision.shape
+def _shape(path: str, leaf: Leaf, decision: LeafPlan | None, node: GefenState, shapes: dict[str, Any]) -> Any:
+    """The parameter's shape. Of a parameter without elements a state keeps the rank alone."""
+    known = None if decision is None else decision.shape
+    if decision is not None and decision.reason == EMPTY:
+        known = (0,) * len(decision.shape)
+    if path in shapes:
+        given = shapes[path]
+        fits = known is None or given == known or (0 in given and 0 in known)
+        if not fits:
+            raise ValueError(f"explain: parameter {path!r} has shape {given}, the state was made for {known}")
+        return given
+    return _abstract_shape(path, leaf, node) if known is None else known
+
+
+def _abstract_shape(path: str, leaf: Leaf, node: GefenState) -> tuple[int, ...]:
+    """The parameter's shape where no format word tells along which axis two 4-bit codes share a byte."""
+    kept = tuple(leaf.mu.shape)
+    if leaf.mu.dtype != np.uint8 or node.codebook.shape[-1] > 16:
+        return kept
+    if update.is_factored(leaf):
+        return tuple(map(max, leaf.nu.shape, leaf.nu_cross.shape))
+    if kept and kept[-1] % 2 == 0:  # an even last axis is packed, and a packed axis after it would be the last
+        return kept[:-1] + (2 * kept[-1],)
+    raise ValueError(
+        f"explain: the packed codes of {path!r} have shape {kept}, which does not tell the parameter's shape in an "
+        "abstract state: pass the parameters as the second argument"
+    )
+
+
+def _row(path: str, leaf: Leaf, decision: LeafPlan | None, shape: tuple[int, ...], requested: str) -> Row:
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaf)
-    statistics = [leaf.mu_scale, leaf.nu, leaf.nu_cross]
     count = math.prod(shape)
-    path_used, why = implementation.choose(requested, shape, leaf)
-    reason = UNKNOWN if decision is None else f"{decision.reason}: {EXPLANATIONS[decision.reason]}"
-    if decision is not None and not decision.exact and decision.nu[0] == "tile" and decision.nu == decision.mu:
-        reason += NO_SPLIT_NOTE
+    name, because = implementation.choose(requested, shape, leaf)
+    shared = decision is not None and not decision.exact and decision.nu == decision.mu and decision.reason != LEARNED
     return Row(
         path=path,
         shape=shape,
         first_moment=_first(leaf, shape),
         second_moment=_second(leaf, shape),
-        statistics=sum(math.prod(x.shape) for x in statistics),
+        statistics=sum(math.prod(x.shape) for x in (leaf.mu_scale, leaf.nu, leaf.nu_cross)),
         bytes=size,
         bytes_per_parameter=size / count if count else 0.0,
-        reason=reason,
-        implementation=f"{path_used} ({why})",
+        reason=UNKNOWN if decision is None else decision.reason,
+        split=not (shared and split_of(decision.shape, decision.axes) is None),  # type: ignore[union-attr]
+        implementation=name,
+        because=because,
     )
 
 
@@ -247,7 +305,7 @@ def _second(leaf: Leaf, shape: tuple[int, ...]) -> str:
         batch = math.prod(n for n, c in zip(nu, cross) if n == c and n > 1)
         rows, columns = math.prod(nu) // batch, math.prod(cross) // batch
         return (f"{batch} x " if batch > 1 else "") + f"{rows} rows x {columns} columns"
-    return "full" if nu == shape else _blocks(shape, nu)
+    return "full" if nu == shape or 0 in shape else _blocks(shape, nu)
 
 
 def _blocks(shape: tuple[int, ...], stat: tuple[int, ...]) -> str:
