@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import numbers
 from collections.abc import Mapping
 from typing import Any
@@ -24,30 +24,54 @@ from gefen_jax.plan import (
     check_choice,
     check_min_size,
 )
-from gefen_jax.state import GefenState
-from gefen_jax.update import Leaf
+from gefen_jax.reasons import EMPTY
 
 
 def check_scalar(
-    name: str, value: Any, *, low: float | None = None, above: float | None = None, below: float | None = None
+    name: str,
+    value: Any,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    wide: bool = False,
 ) -> None:
-    """Refuse a concrete number outside its range. Arrays are left alone: reading them would wait for a device."""
+    """Refuse a number outside its range in float32, and an array that is no real scalar.
+
+    The values of arrays are left alone: reading them would wait for a device. ``wide`` refuses arrays of 16-bit floats.
+    """
     if isinstance(value, jax.Array):
+        _check_scalar_array(name, value, wide)
         return
     number = value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         hint = "; for a schedule use optax.inject_hyperparams" if callable(value) else ""
         raise TypeError(f"{name} must be a real number or a scalar array; found {value!r}{hint}")
     number = float(number)
-    fine = math.isfinite(number)
-    fine = fine and (low is None or number >= low) and (above is None or number > above)
-    fine = fine and (below is None or number < below)
-    if above is not None and np.float32(number) < np.finfo(np.float32).tiny:
-        fine = False
+    with np.errstate(over="ignore", under="ignore"):
+        single = np.float32(number)
+    fine = bool(np.isfinite(single)) and (low is None or number >= low) and (below is None or single < below)
+    fine = fine and (above is None or (number > above and single >= np.finfo(np.float32).tiny))
     if not fine:
-        limits = [f">= {low}" if low is not None else "", f"> {above} in float32" if above is not None else ""]
+        limits = [f">= {low}" if low is not None else "", f"> {above}" if above is not None else ""]
         limits.append(f"< {below}" if below is not None else "")
-        raise ValueError(f"{name} must be finite and {' and '.join(filter(None, limits))}; found {value!r}")
+        limits = ["finite", *filter(None, limits)]
+        raise ValueError(f"{name} must be {' and '.join(limits)} in float32; found {value!r}")
+
+
+def _check_scalar_array(name: str, value: jax.Array, wide: bool) -> None:
+    real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    if value.shape != () or not real:
+        raise TypeError(
+            f"{name} must be a real number or a scalar array; found an array of shape {value.shape} and dtype "
+            f"{value.dtype}"
+        )
+    if wide and value.dtype.itemsize < 4:
+        raise TypeError(
+            f"{name} arrives in {value.dtype}, which rounds 0.999 to 1 (bfloat16) or 1e-8 to 0 (float16). "
+            "optax.inject_hyperparams casts hyper-parameters to the parameters' dtype: pass "
+            "hyperparam_dtype=jnp.float32 to it"
+        )
 
 
 def check_rate(name: str, value: Any) -> None:
@@ -158,7 +182,8 @@ def check_agreement(
 
 
 def check_parameters(named: list[tuple[str, Any]]) -> None:
-    """Refuse parameters that are not arrays of real floating-point numbers."""
+    """Refuse parameters that are not arrays of real floating-point numbers, or that share a path."""
+    check_paths_differ([path for path, _ in named])
     for path, leaf in named:
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not hasattr(leaf, "shape"):
@@ -168,6 +193,16 @@ def check_parameters(named: list[tuple[str, Any]]) -> None:
                 f"parameter {path!r} has dtype {dtype}; Gefen trains real floating-point parameters: leave it out "
                 "with optax.masked or optax.partition"
             )
+
+
+def check_paths_differ(names: list[str]) -> None:
+    """Refuse a tree in which two leaves have the same path, such as {"a/b": .., "a": {"b": ..}}."""
+    if len(set(names)) < len(names):
+        path = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"two leaves have the path {path!r}, by which plans and explain tell them apart: rename one (a key that "
+            "holds '/' reads like a level of the tree)"
+        )
 
 
 def check_gradients(columns: list[list[tuple[str, Any]]]) -> None:
@@ -184,7 +219,11 @@ def check_gradients(columns: list[list[tuple[str, Any]]]) -> None:
                 found = dtype if dtype is not None else type(g).__name__
                 raise TypeError(f"the gradient of {path!r} must be a real floating-point array; found {found}")
             if tuple(g.shape) != tuple(first.shape):
-                raise ValueError(f"the gradients of {path!r} differ in shape: {tuple(first.shape)}, {tuple(g.shape)}")
+                hint = "; to pass one tree that is itself a list, put it into a list" if path == "" else ""
+                raise ValueError(
+                    f"the gradients of {path!r} differ in shape: {tuple(first.shape)} and {tuple(g.shape)}; a list "
+                    f"holds gradients of the same parameters from different batches{hint}"
+                )
 
 
 def check_covers(plan: Plan, params: Any, named: list[tuple[str, Any]]) -> None:
@@ -193,13 +232,9 @@ def check_covers(plan: Plan, params: Any, named: list[tuple[str, Any]]) -> None:
     extra = [path for path in plan.leaves if path not in known]
     if not named or not extra:
         return
-    masked = [
-        path
-        for path, node in _nodes(params, lambda node: isinstance(node, optax.MaskedNode))
-        if isinstance(node, optax.MaskedNode)
-    ]
+    masked = masked_paths(params)
     for path in extra:
-        if not any(path == hidden or path.startswith(hidden + "/") or hidden == "" for hidden in masked):
+        if not is_under(path, masked):
             missing = [name for name in known if name not in plan.leaves]
             hint = f"; {missing[0]!r} is not in the plan: was the tree renamed or flattened?" if missing else ""
             raise ValueError(
@@ -207,9 +242,15 @@ def check_covers(plan: Plan, params: Any, named: list[tuple[str, Any]]) -> None:
             )
 
 
-def _nodes(tree: Any, is_leaf: Any) -> list[tuple[str, Any]]:
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    return [(paths.name(path), node) for path, node in found]
+def masked_paths(tree: Any) -> list[str]:
+    """Paths of the nodes that `optax.masked` and `optax.partition` put in place of parameters."""
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+    return [paths.name(path) for path, node in nodes if isinstance(node, optax.MaskedNode)]
+
+
+def is_under(path: str, nodes: list[str]) -> bool:
+    """Whether a leaf's path lies under one of these nodes."""
+    return any(node == "" or path == node or path.startswith(node + "/") for node in nodes)
 
 
 def planned(plan: Plan, path: str, leaf: Any) -> LeafPlan:
@@ -220,7 +261,10 @@ def planned(plan: Plan, path: str, leaf: Any) -> LeafPlan:
             "it for the tree in use)"
         )
     decision = plan.leaves[path]
-    if decision.shape != tuple(leaf.shape):
+    shape = tuple(leaf.shape)
+    if decision.reason == EMPTY and 0 in shape and len(shape) == len(decision.shape):
+        return dataclasses.replace(decision, shape=shape)  # a state keeps the rank alone
+    if decision.shape != shape:
         raise ValueError(
             f"parameter {path!r} has shape {tuple(leaf.shape)}, the plan was made for {decision.shape}: learn a plan "
             "for this model"
@@ -232,70 +276,7 @@ def check_axes_exist(options: Options, params: Any, known: list[str]) -> None:
     """Refuse declared axes of a leaf that does not exist."""
     if not known or not options.axes:
         return
-    masked = _nodes(params, lambda node: isinstance(node, optax.MaskedNode))
-    if any(isinstance(node, optax.MaskedNode) for _, node in masked):
-        return
+    masked = masked_paths(params)
     for path in options.axes:
-        if path not in known:
+        if path not in known and not is_under(path, masked):
             raise ValueError(f"axes names {path!r}, which is no parameter; there are {', '.join(map(repr, known[:6]))}")
-
-
-def check_update(grads: Any, opt_state: GefenState, params: Any) -> tuple[list[Leaf], Any]:
-    """The state's leaves and the gradients' tree, once both and the parameters have been seen to match."""
-    if not isinstance(opt_state, GefenState):
-        raise TypeError(f"gefen.update: expected a GefenState, found {type(opt_state).__name__}")
-    leaves = opt_state.leaves()
-    named, tree = jax.tree_util.tree_flatten_with_path(grads)
-    found = [paths.name(path) for path, _ in named]
-    if tree != jax.tree.structure(opt_state.mu):
-        _compare("gradients", found, paths.names(opt_state.mu), "init saw")
-    for path, (_, g), leaf in zip(found, named, leaves):
-        _check_gradient(path, g, leaf)
-    if params is not None:
-        if jax.tree.structure(params) != tree:
-            _compare("parameters", paths.names(params), found, "the gradients have")
-        for path, (_, g), p in zip(found, named, jax.tree.leaves(params)):
-            if jnp.shape(p) != jnp.shape(g):
-                raise ValueError(
-                    f"gefen.update: parameter {path!r} has shape {jnp.shape(p)}, its gradient {jnp.shape(g)}"
-                )
-    return leaves, tree
-
-
-def _compare(what: str, found: list[str], expected: list[str], who: str) -> None:
-    if found == expected:
-        return
-    missing = [path for path in expected if path not in found]
-    extra = [path for path in found if path not in expected]
-    if missing:
-        raise ValueError(
-            f"gefen.update: the {what} have no leaf {missing[0]!r} (None, or another tree), which {who}: pass zeros "
-            "for a parameter without gradient, or leave it out with optax.masked"
-        )
-    if extra:
-        raise ValueError(f"gefen.update: the {what} have a leaf {extra[0]!r} beyond those that {who}")
-    raise ValueError(f"gefen.update: the {what} have their leaves in another order than {who}")
-
-
-def _check_gradient(path: str, g: Any, leaf: Leaf) -> None:
-    dtype = getattr(g, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"gefen.update: the gradient of {path!r} must be a real floating-point array; found "
-            f"{dtype if dtype is not None else type(g).__name__}"
-        )
-    shape, kept = tuple(g.shape), tuple(leaf.mu.shape)
-    if 0 in shape and kept == (1,) * len(shape):
-        return
-    differing = [axis for axis, (a, b) in enumerate(zip(shape, kept)) if a != b]
-    packed = len(differing) == 1 and shape[differing[0]] == 2 * kept[differing[0]] and leaf.mu.dtype == jnp.uint8
-    if len(shape) != len(kept) or (differing and not packed):
-        raise ValueError(
-            f"gefen.update: the gradient of {path!r} has shape {shape}, the state was made for {kept}: was the state "
-            "restored for another model?"
-        )
-    if leaf.mu.dtype not in (jnp.uint8, jnp.float32):
-        raise TypeError(
-            f"gefen.update: the first moment of {path!r} has dtype {leaf.mu.dtype}, expected uint8 codes or float32: "
-            "the state was cast; restore it with the dtypes it was saved with"
-        )

@@ -49,7 +49,7 @@ def unflatten_bare(tree: Tree, leaves: Sequence[Any]) -> Tree:
     nodes, treedef = jax.tree.flatten(tree, is_leaf=_is_single_box)
     remaining = iter(leaves)
     bare = [next(remaining) if jax.tree.leaves(node) else node for node in nodes]
-    return treedef.unflatten(bare)
+    return jax.tree.unflatten(treedef, bare)
 
 
 def _is_single_box(node: Any) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gefen_jax import checks, codebook, implementation, paths, reference, state, update
+from gefen_jax import checks, codebook, implementation, matching, paths, reference, state, update
 from gefen_jax.plan import MIN_SIZE, FullPrecision, LeafPlan, Options, Plan, shape_rule
 from gefen_jax.quantization import search_table
 from gefen_jax.sharding import fresh, replicated
@@ -150,6 +150,8 @@ class Step:
     def rate(self, count: jax.Array) -> jax.Array:
         """Learning rate of the step after ``count`` steps, float32 ()."""
         rate = self.learning_rate(count) if callable(self.learning_rate) else self.learning_rate
+        if jnp.shape(rate) != ():
+            raise ValueError(f"gefen: the learning rate must be a scalar; the schedule gave shape {jnp.shape(rate)}")
         return jnp.asarray(rate, jnp.float32)
 
     def decays(self, params: Any, leaves: int) -> list[Scalar]:
@@ -182,11 +184,12 @@ def _options(
     axes: Mapping[str, tuple[int, int]] | None,
 ) -> Options:
     """The structural arguments with their defaults filled in, from the plan where there is one."""
-    given = {"rule": rule, "second_moment": second_moment, "bits": bits, "min_size": min_size}
+    given: dict[str, Any] = {"rule": rule, "second_moment": second_moment, "bits": bits, "min_size": min_size}
     given = {name: value for name, value in given.items() if value is not None}
     if plan is not None:
         checks.check_plan(plan)
-        decided = {name: getattr(plan, name) for name in ("rule", "second_moment", "bits", "min_size")}
+        decided: dict[str, Any] = {name: getattr(plan, name) for name in ("rule", "second_moment", "bits", "min_size")}
+        checks.check_options(Options(**(decided | given), full_precision=full_precision, axes=axes))
         checks.check_agreement(plan, given, full_precision, axes)
         return Options(**decided, full_precision=full_precision, axes=axes)
     defaults = {"min_size": 0 if rule == "reference" else MIN_SIZE}
@@ -204,14 +207,16 @@ def _build(
     plan: Plan | None,
     requested: str,
 ) -> GefenTransformation:
-    checks.check_scalar("b1", b1, low=0, below=1)
-    checks.check_scalar("b2", b2, low=0, below=1)
-    checks.check_scalar("eps", eps, **({"low": 0} if options.rule == "reference" else {"above": 0}))
+    checks.check_scalar("b1", b1, low=0, below=1, wide=True)
+    checks.check_scalar("b2", b2, low=0, below=1, wide=True)
+    checks.check_scalar("eps", eps, **({"low": 0} if options.rule == "reference" else {"above": 0}), wide=True)
     implementation.check(requested)
 
     def init(params: Any) -> GefenState:
         named = paths.named_leaves(params)
         checks.check_parameters(named)
+        if step is not None and step.mask is not None and named:
+            checks.broadcast_mask(step.mask, params)
         if plan is not None:
             checks.check_covers(plan, params, named)
             decisions = [checks.planned(plan, path, leaf) for path, leaf in named]
@@ -221,13 +226,13 @@ def _build(
         return init_state(params, decisions, options, None if plan is None else plan.codebook)
 
     def run(grads: Any, opt_state: GefenState, params: Any, *, apply: bool) -> tuple[Any, GefenState]:
-        leaves, tree = checks.check_update(grads, opt_state, params)
+        leaves, tree = matching.check_update(grads, opt_state, params, options)
         state.check_format(opt_state, options, where="gefen.update")
         gradients = jax.tree.leaves(grads)
         parameters = [None] * len(gradients) if params is None else jax.tree.leaves(params)
         count = optax.safe_increment(opt_state.count)
         rate = None if step is None else step.rate(opt_state.count)
-        decays = [0.0] * len(gradients) if step is None else step.decays(params, len(gradients))
+        decays: list[Scalar] = [0.0] * len(gradients) if step is None else step.decays(params, len(gradients))
         if options.rule == "reference":
             h = reference.hyper(b1, b2, eps, count)
             outputs, leaves = _reference(gradients, parameters, leaves, opt_state.codebook, h, rate, decays, apply)

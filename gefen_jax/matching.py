@@ -1,0 +1,132 @@
+"""Whether the gradients, parameters and state of one step belong together: by structure, shapes and dtypes alone.
+
+So it is seen when the step is traced, and costs nothing when it runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gefen_jax import paths, tiling
+from gefen_jax.plan import Options
+from gefen_jax.state import GefenState
+from gefen_jax.update import Leaf
+
+
+def check_update(grads: Any, opt_state: GefenState, params: Any, options: Options) -> tuple[list[Leaf], Any]:
+    """The state's leaves and the gradients' tree, once both and the parameters have been seen to match."""
+    if not isinstance(opt_state, GefenState):
+        raise TypeError(
+            f"gefen.update: expected a GefenState, found {type(opt_state).__name__}: pass what tx.init(params) returned"
+        )
+    leaves = opt_state.leaves()
+    _check_head(opt_state, len(leaves), options)
+    named, tree = jax.tree_util.tree_flatten_with_path(grads)
+    found = [paths.name(path) for path, _ in named]
+    if tree != jax.tree.structure(opt_state.mu):  # type: ignore[operator]
+        _compare("gradients", found, paths.names(opt_state.mu), "init saw")
+    for path, (_, g), leaf in zip(found, named, leaves):
+        _check_gradient(path, g, leaf)
+        _check_statistics(path, tuple(g.shape), leaf, options)
+    if params is not None:
+        if jax.tree.structure(params) != tree:  # type: ignore[operator]
+            _compare("parameters", paths.names(params), found, "the gradients have")
+        for path, (_, g), p in zip(found, named, jax.tree.leaves(params)):
+            if jnp.shape(p) != jnp.shape(g):
+                raise ValueError(
+                    f"gefen.update: parameter {path!r} has shape {jnp.shape(p)}, its gradient {jnp.shape(g)}: pass the "
+                    "parameters that the gradients were taken for"
+                )
+    return leaves, tree
+
+
+def _check_head(opt_state: GefenState, leaves: int, options: Options) -> None:
+    """What can be seen of a state's common arrays inside jit: shapes and dtypes."""
+    expected = {
+        "count": ((), np.int32),
+        "format": ((2 + leaves,), np.uint32),
+        "codebook": ((2**options.bits,), np.float32),
+    }
+    for name, (shape, dtype) in expected.items():
+        array = getattr(opt_state, name)
+        if jnp.shape(array) != shape or array.dtype != dtype:
+            raise ValueError(
+                f"gefen.update: the state's {name} is {array.dtype}{list(jnp.shape(array))}, expected "
+                f"{np.dtype(dtype)}{list(shape)} for {options.bits} bits and {leaves} leaves: it belongs to another "
+                "optimizer, or was cast or partly replaced; build the transformation as it was, or start from "
+                "tx.init(params)"
+            )
+
+
+def _compare(what: str, found: list[str], expected: list[str], who: str) -> None:
+    if found == expected:
+        return
+    missing = [path for path in expected if path not in found]
+    extra = [path for path in found if path not in expected]
+    if missing:
+        raise ValueError(
+            f"gefen.update: the {what} have no leaf {missing[0]!r} (None, or another tree), which {who}: pass zeros "
+            "for a parameter without gradient, or leave it out with optax.masked"
+        )
+    if extra:
+        raise ValueError(f"gefen.update: the {what} have a leaf {extra[0]!r} beyond those that {who}")
+    raise ValueError(f"gefen.update: the {what} have their leaves in another order than {who}")
+
+
+def _check_gradient(path: str, g: Any, leaf: Leaf) -> None:
+    dtype = getattr(g, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"gefen.update: the gradient of {path!r} must be a real floating-point array; found "
+            f"{dtype if dtype is not None else type(g).__name__}"
+        )
+    shape, kept = tuple(g.shape), tuple(leaf.mu.shape)
+    if 0 in shape and kept == (1,) * len(shape):
+        return
+    differing = [axis for axis, (a, b) in enumerate(zip(shape, kept)) if a != b]
+    packed = len(differing) == 1 and shape[differing[0]] == 2 * kept[differing[0]] and leaf.mu.dtype == jnp.uint8
+    if len(shape) != len(kept) or (differing and not packed):
+        raise ValueError(
+            f"gefen.update: the gradient of {path!r} has shape {shape}, the state was made for {kept}: was the state "
+            "restored for another model?"
+        )
+    if leaf.mu.dtype not in (jnp.uint8, jnp.float32):
+        raise TypeError(
+            f"gefen.update: the first moment of {path!r} has dtype {leaf.mu.dtype}, expected uint8 codes or float32: "
+            "the state was cast; restore it with the dtypes it was saved with"
+        )
+
+
+def _check_statistics(path: str, shape: tuple[int, ...], leaf: Leaf, options: Options) -> None:
+    """Refuse statistics that do not belong to a first moment of this shape, or that were cast."""
+    if 0 in shape:
+        return
+    scale, nu, cross = (tuple(x.shape) for x in leaf[1:])
+    ones = (1,) * len(shape)
+    if leaf.mu.dtype == jnp.float32:
+        fits = (scale, nu, cross) == (ones, shape, ones)
+    elif cross != ones:
+        axes = zip(shape, nu, cross)
+        fits = len(nu) == len(cross) == len(shape) and all((n, c) in ((s, s), (s, 1), (1, s)) for s, n, c in axes)
+        fits = fits and tiling.is_tiling(shape, scale)
+    else:
+        fits = all(tiling.is_tiling(shape, stat) or tiling.is_flat(shape, stat) for stat in (scale, nu))
+    if not fits:
+        raise ValueError(
+            f"gefen.update: the state of {path!r} is not one of a parameter of shape {shape}: mu {leaf.mu.dtype}, "
+            f"mu_scale {scale}, nu {nu}, nu_cross {cross}; it was cast or partly replaced: restore the whole state "
+            "with the shapes and dtypes it was saved with, or start from tx.init(params)"
+        )
+    kept = {x.dtype for x in leaf[1:]}
+    cast = kept != {np.dtype(np.float32)}
+    if options.rule == "reference":
+        cast = leaf.nu.dtype != leaf.mu_scale.dtype or not jnp.issubdtype(leaf.nu.dtype, jnp.floating)
+    if cast:
+        raise TypeError(
+            f"gefen.update: the statistics of {path!r} are {', '.join(sorted(map(str, kept)))}, expected float32: the "
+            "state was cast; restore it with the dtypes it was saved with"
+        )
