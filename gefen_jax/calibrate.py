@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from gefen_jax import checks, learn, moments, paths, state
 from gefen_jax.learn import Progress, Request
 from gefen_jax.plan import LeafPlan, Options, Plan
+from gefen_jax.reasons import EMPTY
 from gefen_jax.sharding import fit_spec
 from gefen_jax.state import Format, GefenState, decisions, leaf_plan
 from gefen_jax.update import Leaf
@@ -154,8 +155,9 @@ def _options(words: Format, leaves: Mapping[str, LeafPlan]) -> Options:
 
 
 def _learn(states: list[GefenState], formats: list[Format], grads: Any, progress: Progress | None) -> Plan:
-    trees = list(grads) if isinstance(grads, list | tuple) and not hasattr(grads, "_fields") else [grads]
-    columns = [paths.named_leaves(tree) for tree in trees]
+    held = {path for node in states for path in paths.names(node.mu)}
+    one_tree = held <= set(paths.names(grads))  # parameters may themselves be a list
+    columns = [paths.named_leaves(tree) for tree in ([grads] if one_tree else learn.trees_of(grads))]
     known = [dict(column) for column in columns]
     requests: dict[str, Request] = {}
     for node, words in zip(states, formats):
@@ -168,14 +170,14 @@ def _learn(states: list[GefenState], formats: list[Format], grads: Any, progress
                     "the same tree of parameters"
                 )
             gradients = [column[path] for column in known]
+            checks.check_gradients([[(path, gradient)] for gradient in gradients])
             empty = 0 in gradients[0].shape and leaf.shape == (1,) * len(gradients[0].shape)
             if tuple(gradients[0].shape) != leaf.shape and not empty:
                 raise ValueError(
                     f"calibrate: the gradient of {path!r} has shape {tuple(gradients[0].shape)}, the parameter "
-                    f"{leaf.shape}"
+                    f"{leaf.shape}: pass the gradients of the parameters that tx.init saw"
                 )
             requests.setdefault(path, Request(path, gradients, options, leaf.reason if leaf.exact else None))
-    checks.check_gradients([[(path, column[path]) for path in requests] for column in known])
     first = next(iter(requests.values())).options if requests else Options()
     if len({(words.rule, words.bits) for words in formats}) > 1:
         raise ValueError("calibrate: the Gefen states differ in rule or bits: calibrate them one at a time")
@@ -191,16 +193,23 @@ def _check_plan_fits(plan: Plan, states: list[GefenState], formats: list[Format]
             )
         for path, leaf in decisions(node, words).items():
             if path not in plan.leaves:
-                raise ValueError(f"calibrate: parameter {path!r} is not in the plan: it was made for another tree")
-            if plan.leaves[path].shape != leaf.shape and plan.leaves[path].reason != leaf.reason:
                 raise ValueError(
-                    f"calibrate: the plan was made for shape {plan.leaves[path].shape} of {path!r}, which has "
-                    f"{leaf.shape}"
+                    f"calibrate: parameter {path!r} is not in the plan, which was made for another tree: learn a plan "
+                    "from gradients of this one"
+                )
+            planned = plan.leaves[path]
+            empty = planned.reason == leaf.reason == EMPTY and len(planned.shape) == len(leaf.shape)
+            if planned.shape != leaf.shape and not empty:
+                raise ValueError(
+                    f"calibrate: the plan was made for shape {planned.shape} of {path!r}, which has {leaf.shape}: "
+                    "learn a plan for this model"
                 )
     known = {path for node in states for path in paths.names(node.mu)}
-    lost = [path for path in plan.leaves if path not in known]
-    if lost and len(known) < len(plan.leaves) and not known & set(plan.leaves):
-        raise ValueError(f"calibrate: the plan's leaf {lost[0]!r} is in no Gefen state: it was made for another tree")
+    for path in plan.leaves:
+        if path not in known and not any(checks.is_under(path, checks.masked_paths(node.mu)) for node in states):
+            raise ValueError(
+                f"calibrate: the plan's leaf {path!r} is in no Gefen state: it was made for another tree of parameters"
+            )
 
 
 def _replan(node: GefenState, words: Format, plan: Plan) -> GefenState:
@@ -208,7 +217,7 @@ def _replan(node: GefenState, words: Format, plan: Plan) -> GefenState:
     current = decisions(node, words)
     new_words = node.codebook
     if plan.codebook is not None and not np.array_equal(plan.codebook, jax.device_get(node.codebook)):
-        new_words = jax.device_put(jnp.asarray(plan.codebook, jnp.float32), node.codebook.sharding)
+        new_words = _placed(np.asarray(plan.codebook, np.float32), node.codebook)
     leaves = []
     for (path, old), leaf in zip(current.items(), node.leaves()):
         new = plan.leaves[path]
@@ -218,13 +227,18 @@ def _replan(node: GefenState, words: Format, plan: Plan) -> GefenState:
     wanted = state.encode_format(options, [plan.leaves[path] for path in current])
     format_words = node.format
     if not np.array_equal(wanted, jax.device_get(node.format)):
-        format_words = jax.device_put(jnp.asarray(wanted), node.format.sharding)
+        format_words = _placed(wanted, node.format)
     return node.with_leaves(leaves, codebook=new_words, format=format_words)
+
+
+def _placed(x: np.ndarray, like: Any) -> jax.Array:
+    """``x`` where ``like`` is, which may be a NumPy array."""
+    return jax.device_put(x, getattr(like, "sharding", None))
 
 
 def _convert_leaf(leaf: Leaf, old: LeafPlan, new: LeafPlan, words: jax.Array, new_words: jax.Array, plan: Plan) -> Leaf:
     convert = functools.partial(_convert, old=old, new=new, bits=plan.bits, rule=plan.rule)
-    placed = leaf.mu.sharding
+    placed = getattr(leaf.mu, "sharding", None)  # a restored state may hold NumPy arrays
     shapes = jax.eval_shape(convert, leaf, words, new_words)
     where = None
     if isinstance(placed, NamedSharding):

@@ -15,10 +15,7 @@ import numpy as np
 
 from gefen_jax import checks, codebook, partition, paths, periods, tiling
 from gefen_jax.plan import (
-    LEARNED,
     MIN_SIZE,
-    NON_FINITE,
-    ZERO,
     FullPrecision,
     LeafPlan,
     Options,
@@ -28,6 +25,7 @@ from gefen_jax.plan import (
     shape_rule,
     split_of,
 )
+from gefen_jax.reasons import LEARNED, NON_FINITE, ZERO
 
 Progress = Callable[[str, int, int], None]
 """Called as progress(path, leaves done, leaves in all)."""
@@ -59,8 +57,9 @@ def learn_plan(
 
     Args:
       grads: the gradients of one step (a tree like the parameters), or a list or tuple of several such trees from
-        different batches (rule "gefen"). Any real floating dtype; scale does not matter, but they should be those
-        that the optimizer sees: averaged over devices and micro-batches.
+        different batches (rule "gefen"); a tree that is itself a list goes into a list of one. Any real floating
+        dtype; scale does not matter, but they should be those that the optimizer sees: averaged over devices and
+        micro-batches.
       rule: "gefen", or "reference": the original method, to the bit.
       second_moment: "auto", "block" (tiles only, the paper's own structure), "factored" or "full".
       bits: 8 or 4, bits per element of the first moment.
@@ -91,9 +90,7 @@ def learn_plan(
         min_size = 0 if rule == "reference" else MIN_SIZE
     options = Options(rule, second_moment, bits, min_size, full_precision, axes, align)
     checks.check_options(options)
-    trees = list(grads) if isinstance(grads, list | tuple) and not hasattr(grads, "_fields") else [grads]
-    if not trees:
-        raise ValueError("learn_plan needs at least one tree of gradients; found an empty list")
+    trees = trees_of(grads)
     columns = [paths.named_leaves(tree) for tree in trees]
     known = [path for path, _ in columns[0]]
     for other in columns[1:]:
@@ -101,6 +98,7 @@ def learn_plan(
             raise ValueError(
                 "learn_plan: the trees of gradients differ in structure; one list holds trees of one model"
             )
+    checks.check_paths_differ(known)
     checks.check_gradients(columns)
     checks.check_axes_exist(options, trees[0], known)
     requests = [
@@ -108,6 +106,14 @@ def learn_plan(
         for i, path in enumerate(known)
     ]
     return decide(requests, options, progress)
+
+
+def trees_of(grads: Any) -> list[Any]:
+    """The trees of gradients in what a caller passed: one tree, or a list or tuple of trees."""
+    trees = list(grads) if isinstance(grads, list | tuple) and not hasattr(grads, "_fields") else [grads]
+    if not trees:
+        raise ValueError("learning needs at least one tree of gradients; found an empty list")
+    return trees
 
 
 def decide(requests: Sequence[Request], options: Options, progress: Progress | None = None) -> Plan:
@@ -174,9 +180,10 @@ def _learn_gefen(requests: Sequence[Request], options: Options, progress: Progre
             "the gradients of all quantised parameters are zero or not finite, so nothing can be learned from them: "
             "calibrate with another batch, or train without calibration"
         )
+    asked = {request.path: request.options.second_moment for request in requests}
     for path, choice in zip(surveys, partition.choose(list(surveys.values()))):
         leaf = leaves[path]
-        forced = options.second_moment == "full" or (options.second_moment == "factored" and leaf.nu[0] == "factored")
+        forced = asked[path] == "full" or (asked[path] == "factored" and leaf.nu[0] == "factored")
         leaves[path] = dataclasses.replace(leaf, nu=leaf.nu if forced else choice.structure, reason=choice.reason)
     learned = codebook.learn_codebook(counts, bits=options.bits) if counts.any() else None
     words = codebook.prior_codebook(options.bits) if learned is None else learned

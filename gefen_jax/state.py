@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from gefen_jax import paths, tiling
-from gefen_jax.plan import BITS, REASONS, RULES, SECOND_MOMENTS, LeafPlan, Options, Structure
+from gefen_jax.plan import BITS, RULES, SECOND_MOMENTS, LeafPlan, Options, Structure
 from gefen_jax.quantization import zero_code
+from gefen_jax.reasons import EXACT_REASONS, REASONS
 from gefen_jax.update import Leaf, is_exact
 
 VERSION = 1
@@ -30,7 +31,7 @@ class GefenState(NamedTuple):
       nu_cross: tree of float32 column factors; of shape (1, .., 1) where there are none.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]
     format: jax.Array
     codebook: jax.Array
     mu: Any
@@ -52,7 +53,7 @@ class GefenState(NamedTuple):
         """This state with the leaves replaced, in the same order; their shapes may differ."""
         columns = [list(column) for column in zip(*leaves)] if leaves else [[], [], [], []]
         trees = {
-            name: jax.tree.structure(getattr(self, name)).unflatten(column)
+            name: jax.tree.unflatten(jax.tree.structure(getattr(self, name)), column)
             for name, column in zip(Leaf._fields, columns)
         }
         return self._replace(**trees, **other)
@@ -172,7 +173,7 @@ def unflatten(params: Any, leaves: list[Leaf]) -> dict[str, Any]:
     """The state's trees from leaves in the order of ``params``: mu keeps boxes, statistics are bare arrays."""
     columns = [list(column) for column in zip(*leaves)] if leaves else [[], [], [], []]
     mu, *statistics = columns
-    trees = {"mu": jax.tree.structure(params).unflatten(mu)}
+    trees = {"mu": jax.tree.unflatten(jax.tree.structure(params), mu)}
     for name, column in zip(Leaf._fields[1:], statistics):
         trees[name] = paths.unflatten_bare(params, column)
     return trees
@@ -196,6 +197,11 @@ def leaf_plan(path: str, leaf: Leaf, words: LeafFormat, rule: str) -> LeafPlan:
             raise ValueError(
                 f"state of {path!r}: {what} has shape {stat}, which does not divide the parameter's {shape}"
             )
+    if is_exact(leaf.mu) != (words.reason in EXACT_REASONS):
+        raise ValueError(
+            f"state of {path!r}: its first moment is {leaf.mu.dtype}, its format word says {words.reason!r}: the state "
+            "was cast or partly replaced; restore it with the dtypes it was saved with"
+        )
     factored = cross != (1,) * len(cross)
     if factored and words.axes is None:
         raise ValueError(f"state of {path!r}: it has column factors, but its format word names no axes")
@@ -225,6 +231,11 @@ def _structure(shape: tuple[int, ...], stat: tuple[int, ...], rule: str) -> Stru
 def decisions(node: GefenState, words: Format) -> dict[str, LeafPlan]:
     """`LeafPlan` by path of a state in force."""
     names, leaves = paths.names(node.mu), node.leaves()
+    if node.codebook.shape != (2**words.bits,):
+        raise ValueError(
+            f"a Gefen state of {words.bits} bits has {2**words.bits} codebook words; found shape "
+            f"{tuple(node.codebook.shape)}: was part of the state replaced?"
+        )
     if len(words.leaves) != len(leaves):
         raise ValueError(
             f"a Gefen state's format describes {len(words.leaves)} leaves, and there are {len(leaves)}: was part of "
