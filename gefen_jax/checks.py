@@ -113,15 +113,25 @@ def _is_function(mask: Any) -> bool:
     return bool(leaves) and all(callable(leaf) for leaf in leaves)
 
 
+CHOICES: dict[str, tuple[Any, ...]] = {"rule": RULES, "second_moment": SECOND_MOMENTS, "bits": BITS}
+
+
+def _check_each(given: Mapping[str, Any], full_precision: Any, axes: Any) -> None:
+    """Refuse structural arguments that mean nothing, each by itself."""
+    for name, value in given.items():
+        if name in CHOICES:
+            check_choice(name, value, CHOICES[name])
+        else:
+            check_min_size(value)
+    check_full_precision(full_precision)
+    if axes is not None and not isinstance(axes, Mapping):
+        raise TypeError(f"axes must map paths to (batch axes, row axes); found {axes!r}")
+
+
 def check_options(options: Options) -> None:
     """Refuse structural arguments that mean nothing or exclude each other."""
-    check_choice("rule", options.rule, RULES)
-    check_choice("second_moment", options.second_moment, SECOND_MOMENTS)
-    check_choice("bits", options.bits, BITS)
-    check_min_size(options.min_size)
-    check_full_precision(options.full_precision)
-    if options.axes is not None and not isinstance(options.axes, Mapping):
-        raise TypeError(f"axes must map paths to (batch axes, row axes); found {options.axes!r}")
+    names = ("rule", "second_moment", "bits", "min_size")
+    _check_each({name: getattr(options, name) for name in names}, options.full_precision, options.axes)
     if isinstance(options.align, bool) or not isinstance(options.align, int) or options.align < 1:
         raise ValueError(f"align must be a whole number of devices >= 1; found {options.align!r}")
     if options.rule != "reference":
@@ -159,14 +169,14 @@ def check_plan(plan: Any) -> None:
 def check_agreement(
     plan: Plan, given: Mapping[str, Any], full_precision: FullPrecision, axes: Mapping[str, Any] | None
 ) -> None:
-    """Refuse structural arguments that contradict the plan."""
+    """Refuse structural arguments that mean nothing or contradict the plan."""
+    _check_each(given, full_precision, axes)
     for name, value in given.items():
         if getattr(plan, name) != value:
             raise ValueError(
                 f"{name}={value!r} contradicts the plan, which was made with {name}={getattr(plan, name)!r}: leave it "
                 "out, or learn a plan with it"
             )
-    check_full_precision(full_precision)
     wanted = Options(full_precision=full_precision)
     for path, leaf in plan.leaves.items():
         asked = wanted.keeps_full_precision(path, jax.ShapeDtypeStruct(leaf.shape, jnp.float32))
