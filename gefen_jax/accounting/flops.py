@@ -10,36 +10,48 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from gefen_jax.accounting.report import Report, Row, format_count, format_percent, format_plain
+from gefen_jax.accounting.report import Formatter, Report, Row, format_count, format_percent, format_plain
 
 __all__ = ["Flops", "count_flops", "jaxpr_flops", "xla_flops"]
 
 KINDS = ("matmul", "convolution", "elementwise", "reduction", "transcendental")
 
 _TRANSCENDENTAL = frozenset(
-    "acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2"
-    " expm1 igamma igammac lgamma log log1p logistic polygamma pow regularized_incomplete_beta rsqrt sin sinh sqrt"
-    " tan tanh zeta".split()
+    """acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2
+    expm1 igamma igammac lgamma log log1p logistic polygamma pow regularized_incomplete_beta rsqrt sin sinh sqrt tan
+    tanh zeta""".split()  # noqa: SIM905
 )
 _ELEMENTWISE = frozenset(
-    "abs add add_any and ceil clamp conj cumlogsumexp cummax cummin cumprod cumsum div eq eq_to floor ge gt imag"
-    " integer_pow is_finite le le_to lt lt_to max min mul ne neg nextafter not one_minus_square or real"
-    " reduce_precision rem round select_n sign square sub xor".split()
+    """abs add add_any and ceil clamp conj cumlogsumexp cummax cummin cumprod cumsum div eq eq_to floor ge gt imag
+    integer_pow is_finite le le_to lt lt_to max min mul ne neg nextafter not one_minus_square or real
+    reduce_precision rem round select_n sign square sub xor""".split()  # noqa: SIM905
 )
 _REDUCTION = frozenset(
-    "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()
+    [
+        "argmax",
+        "argmin",
+        "reduce_and",
+        "reduce_max",
+        "reduce_min",
+        "reduce_or",
+        "reduce_prod",
+        "reduce_sum",
+        "reduce_xor",
+    ]
 )
-_SCATTER = frozenset("scatter-add scatter_add scatter-mul scatter_mul scatter-max scatter-min".split())
-_WINDOW = frozenset("reduce_window_max reduce_window_min reduce_window_sum".split())
+_SCATTER = frozenset({"scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-max", "scatter-min"})
+_WINDOW = frozenset({"reduce_window_max", "reduce_window_min", "reduce_window_sum"})
 # Programs inside a primitive that describe one element's arithmetic, not work to be done once.
 _SCALAR_PROGRAMS = _SCATTER | _WINDOW | {"reduce", "reduce_window", "scatter", "select_and_scatter", "sort"}
-_KERNELS = frozenset("ffi_call pure_callback io_callback triton_kernel_call mosaic_gpu tpu_custom_call".split())
+_KERNELS = frozenset(
+    {"ffi_call", "pure_callback", "io_callback", "triton_kernel_call", "mosaic_gpu", "tpu_custom_call"}
+)
 
 
 @dataclass(frozen=True)
@@ -48,20 +60,21 @@ class Flops(Report):
 
     Attributes:
       name: name of the function.
-      counts: (kind, operation) -> (times executed, FLOPs in all); ``kind`` is one of "matmul", "convolution",
-        "elementwise", "reduction", "transcendental".
+      counts: (kind, operation, dtype) -> (times executed, FLOPs in all); ``kind`` is one of "matmul",
+        "convolution", "elementwise", "reduction", "transcendental"; ``dtype`` is the first operand's.
       remarks: what could not be counted exactly.
       largest: how many operations the printed table lists.
     """
 
     name: str
-    counts: Mapping[tuple[str, str], tuple[int, int]]
+    counts: Mapping[tuple[str, str, str], tuple[int, int]]
     remarks: tuple[str, ...] = ()
     largest: int = 12
 
-    columns = {
+    columns: ClassVar[Mapping[str, Formatter]] = {
         "kind": format_plain,
         "operation": format_plain,
+        "dtype": format_plain,
         "times": lambda n: f"{n:,}",
         "FLOPs": format_count,
         "share": format_percent,
@@ -73,7 +86,7 @@ class Flops(Report):
 
     def of(self, *kinds: str) -> int:
         """FLOPs of these kinds."""
-        return sum(flops for (kind, _), (_, flops) in self.counts.items() if kind in kinds)
+        return sum(flops for (kind, _, _), (_, flops) in self.counts.items() if kind in kinds)
 
     @property
     def matmul(self) -> int:
@@ -89,6 +102,15 @@ class Flops(Report):
     def model(self) -> int:
         """FLOPs of matrix multiplications and convolutions: what MFU counts."""
         return self.of("matmul", "convolution")
+
+    @property
+    def dtype(self) -> str | None:
+        """Dtype in which most of the model's FLOPs are computed; ``None`` if there are none."""
+        sums: dict[str, int] = {}
+        for (kind, _, dtype), (_, flops) in self.counts.items():
+            if kind in ("matmul", "convolution"):
+                sums[dtype] = sums.get(dtype, 0) + flops
+        return max(sums, key=lambda dtype: sums[dtype]) if sums else None
 
     @property
     def transcendental(self) -> int:
@@ -107,11 +129,12 @@ class Flops(Report):
             {
                 "kind": kind,
                 "operation": what,
+                "dtype": dtype,
                 "times": times,
                 "FLOPs": n,
                 "share": n / everything if everything else None,
             }
-            for (kind, what), (times, n) in self.counts.items()
+            for (kind, what, dtype), (times, n) in self.counts.items()
         ]
         return sorted(rows, key=lambda row: (-int(row["FLOPs"] or 0), str(row["operation"])))
 
@@ -155,7 +178,7 @@ def count_flops(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Flop
 
 def jaxpr_flops(jaxpr: Any, name: str = "jaxpr") -> Flops:
     """`count_flops` of a jaxpr (closed or open)."""
-    counts: dict[tuple[str, str], list[int]] = {}
+    counts: dict[tuple[str, str, str], list[int]] = {}
     remarks: dict[str, None] = {}
     _walk(getattr(jaxpr, "jaxpr", jaxpr), 1, counts, remarks)
     return Flops(name, {key: (times, flops) for key, (times, flops) in counts.items()}, tuple(remarks))
@@ -220,8 +243,8 @@ def _count_pallas(eqn: Any, times: int, counts: dict[Any, list[int]], remarks: d
     if estimate is None:
         remarks[f"pallas_call {label}: without a cost_estimate it was counted as nothing"] = None
         return
-    _add(counts, ("elementwise", f"pallas_call {label}"), times, times * int(estimate.flops))
-    _add(counts, ("transcendental", f"pallas_call {label}"), times, times * int(estimate.transcendentals))
+    _add(counts, ("elementwise", f"pallas_call {label}", ""), times, times * int(estimate.flops))
+    _add(counts, ("transcendental", f"pallas_call {label}", ""), times, times * int(estimate.transcendentals))
 
 
 def _programs(eqn: Any) -> Iterator[Any]:
@@ -236,7 +259,7 @@ def _open(jaxpr: Any) -> Any:
     return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
-def _add(counts: dict[Any, list[int]], key: tuple[str, str], times: int, flops: int) -> None:
+def _add(counts: dict[Any, list[int]], key: tuple[str, str, str], times: int, flops: int) -> None:
     if flops:
         entry = counts.setdefault(key, [0, 0])
         entry[0] += times
@@ -268,7 +291,7 @@ def _count(eqn: Any, times: int, counts: dict[Any, list[int]]) -> None:
         return
     shapes = " x ".join(_shape(var) for var in eqn.invars if getattr(var.aval, "shape", None) is not None)
     detail = f"{name} {shapes}" if kind in ("matmul", "convolution") else name
-    _add(counts, (kind, detail), times, times * flops)
+    _add(counts, (kind, detail, str(eqn.invars[0].aval.dtype)), times, times * flops)
 
 
 def _dot(eqn: Any) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
+from gefen_jax import paths
 from gefen_jax.accounting.program import Program, compile_step
-from gefen_jax.accounting.report import Report, Row, format_bytes, format_percent, format_plain
-from gefen_jax.accounting.tensors import leaf_path, shape_dtype, shard_bytes
+from gefen_jax.accounting.report import Formatter, Report, Row, format_bytes, format_percent, format_plain
+from gefen_jax.accounting.tensors import shape_dtype, shard_bytes
 
 __all__ = ["Memory", "StepMemory", "compiled_memory", "step_memory"]
 
@@ -104,7 +105,7 @@ class StepMemory(Report):
     output_bytes: int
     output_count: int
 
-    columns = {
+    columns: ClassVar[Mapping[str, Formatter]] = {
         "what": format_plain,
         "leaves": format_plain,
         "bytes": format_bytes,
@@ -242,7 +243,7 @@ def program_memory(program: Program) -> StepMemory:
         )
     outputs = jax.tree_util.tree_flatten_with_path(program.outputs)[0]
     sizes = [
-        shard_bytes(*shape_dtype(leaf, leaf_path(path)), getattr(leaf, "sharding", None), leaf_path(path))
+        shard_bytes(*shape_dtype(leaf, paths.name(path)), getattr(leaf, "sharding", None), paths.name(path))
         for path, leaf in outputs
     ]
     return StepMemory(program, compiled_memory(program.compiled), categories, sum(sizes), len(sizes))

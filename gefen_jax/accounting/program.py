@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from gefen_jax.accounting.tensors import leaf_path, shape_dtype
+from gefen_jax import paths
+from gefen_jax.accounting.tensors import shape_dtype
 
 __all__ = ["Argument", "Program", "StepError", "compile_step"]
 
@@ -144,7 +145,7 @@ def compile_step(
 
 
 def _stages(name: str, jitted: Any, args: Any, kwargs: Any, target: Any) -> tuple[Any, Any, Any]:
-    traced = None
+    traced: Any = None
     stage, help_ = (
         "traced",
         (
@@ -158,7 +159,7 @@ def _stages(name: str, jitted: Any, args: Any, kwargs: Any, target: Any) -> tupl
             if hasattr(jitted, "trace"):
                 traced = jitted.trace(*args, **kwargs)
             stage, help_ = "lowered", "see the message above"
-            lowered = jitted.lower(*args, **kwargs) if not hasattr(traced, "lower") else traced.lower()
+            lowered = jitted.lower(*args, **kwargs) if traced is None else traced.lower()
             stage, help_ = "compiled", "see the message above"
             return traced, lowered, lowered.compile()
     except Exception as error:
@@ -213,7 +214,7 @@ def _flatten(named: Sequence[tuple[str, Any]]) -> list[tuple[str, str, tuple[tup
     flat = []
     for label, value in named:
         for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
-            inside = leaf_path(path)
+            inside = paths.name(path)
             full = f"{label}/{inside}" if inside else label
             try:
                 flat.append((label, full, shape_dtype(leaf, full), leaf))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -27,12 +28,10 @@ def format_bytes(count: float | None) -> str:
         return "-"
     if abs(count) < 1024:
         return f"{count:.0f} B"
-    value, unit = float(count), ""
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if abs(value) < 1024:
-            break
-    return f"{value:.1f} {unit}" if abs(value) >= 100 else f"{value:.2f} {unit}"
+    power = min(int(math.log(abs(count), 1024)), 4)
+    value = count / 1024**power
+    digits = 1 if abs(value) >= 100 else 2
+    return f"{value:.{digits}f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
 
 
 def format_count(count: float | None) -> str:
@@ -44,14 +43,9 @@ def format_count(count: float | None) -> str:
     """
     if count is None:
         return "-"
-    value = float(count)
-    for suffix in ("", " k", " M", " G", " T", " P"):
-        if abs(value) < 1000:
-            break
-        value /= 1000
-    else:
-        suffix = " E"
-    return f"{value:.3g}{suffix}" if value < 100 else f"{value:.0f}{suffix}"
+    power = min(int(math.log10(abs(count)) // 3), 6) if abs(count) >= 1000 else 0
+    value, suffix = count / 1000**power, ("", " k", " M", " G", " T", " P", " E")[power]
+    return f"{value:.0f}{suffix}" if abs(value) >= 100 else f"{value:.3g}{suffix}"
 
 
 def format_seconds(seconds: float | None) -> str:
@@ -63,9 +57,7 @@ def format_seconds(seconds: float | None) -> str:
     """
     if seconds is None:
         return "-"
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= scale:
-            break
+    scale, unit = (1.0, "s") if seconds >= 1 else (1e-3, "ms") if seconds >= 1e-3 else (1e-6, "us")
     return f"{seconds / scale:.2f} {unit}"
 
 

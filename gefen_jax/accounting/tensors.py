@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from gefen_jax.accounting.report import Report, Row, format_bytes, format_percent, format_plain
+from gefen_jax import paths
+from gefen_jax.accounting.report import Formatter, Report, Row, format_bytes, format_percent, format_plain
 
-__all__ = ["Leaf", "Tensors", "leaf_path", "live_bytes", "physical_bytes", "tensors", "tree_bytes"]
+__all__ = [
+    "Leaf",
+    "Tensors",
+    "live_bytes",
+    "physical_bytes",
+    "tensors",
+    "tree_bytes",
+]
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class Tensors(Report):
     by: str = "category"
     largest: int = 0
 
-    columns = {
+    columns: ClassVar[Mapping[str, Formatter]] = {
         "group": format_plain,
         "leaves": format_plain,
         "elements": lambda n: f"{n:,}",
@@ -155,7 +163,7 @@ class LargestLeaves(Report):
     leaves: tuple[Leaf, ...]
     count: int
 
-    columns = {
+    columns: ClassVar[Mapping[str, Formatter]] = {
         "category": format_plain,
         "path": format_plain,
         "shape": format_plain,
@@ -223,7 +231,7 @@ def tensors(*, by: str = "category", largest: int = 0, shardings: Any = None, **
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
         overrides = _broadcast_shardings(wanted, tree, category) if wanted is not None else [None] * len(flat)
         for (path, value), sharding in zip(flat, overrides, strict=True):
-            leaves.append(_leaf(category, leaf_path(path), value, sharding, seen))
+            leaves.append(_leaf(category, paths.name(path), value, sharding, seen))
     return Tensors(tuple(leaves), "category", largest).grouped(by)
 
 
@@ -236,7 +244,7 @@ def tree_bytes(tree: Any) -> int:
       34
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return sum(physical_bytes(*shape_dtype(value, leaf_path(path))) for path, value in flat)
+    return sum(physical_bytes(*shape_dtype(value, paths.name(path))) for path, value in flat)
 
 
 def live_bytes(platform: str | None = None) -> int:
@@ -284,20 +292,6 @@ def shape_dtype(value: Any, path: str) -> tuple[tuple[int, ...], Any]:
             " jax.ShapeDtypeStruct; drop it from the tree or pass it as a static argument"
         ) from None
     return tuple(abstract.shape), abstract.dtype
-
-
-def leaf_path(path: Iterable[Any]) -> str:
-    """The path of a leaf as text, parts joined by "/", without the trailing ``value`` of boxed parameters.
-
-    Examples:
-      >>> import jax
-      >>> leaf_path(jax.tree_util.tree_flatten_with_path({"a": [1]})[0][0][0])
-      'a/0'
-    """
-    parts = tuple(path)
-    if parts and isinstance(parts[-1], jax.tree_util.GetAttrKey) and parts[-1].name == "value":
-        parts = parts[:-1]
-    return jax.tree_util.keystr(parts, simple=True, separator="/")
 
 
 def shard_bytes(shape: Sequence[int], dtype: Any, sharding: Any, path: str) -> int:
