@@ -13,7 +13,7 @@ import optax
 from gefen_jax import checks, codebook, implementation, matching, paths, reference, state, update
 from gefen_jax.plan import MIN_SIZE, FullPrecision, LeafPlan, Options, Plan, shape_rule
 from gefen_jax.quantization import search_table
-from gefen_jax.sharding import fresh, replicated
+from gefen_jax.sharding import by_mesh, fresh, replicated
 from gefen_jax.state import GefenState
 from gefen_jax.update import Leaf, Scalar
 
@@ -189,7 +189,6 @@ def _options(
     if plan is not None:
         checks.check_plan(plan)
         decided: dict[str, Any] = {name: getattr(plan, name) for name in ("rule", "second_moment", "bits", "min_size")}
-        checks.check_options(Options(**(decided | given), full_precision=full_precision, axes=axes))
         checks.check_agreement(plan, given, full_precision, axes)
         return Options(**decided, full_precision=full_precision, axes=axes)
     defaults = {"min_size": 0 if rule == "reference" else MIN_SIZE}
@@ -233,15 +232,25 @@ def _build(
         count = optax.safe_increment(opt_state.count)
         rate = None if step is None else step.rate(opt_state.count)
         decays: list[Scalar] = [0.0] * len(gradients) if step is None else step.decays(params, len(gradients))
-        if options.rule == "reference":
-            h = reference.hyper(b1, b2, eps, count)
-            outputs, leaves = _reference(gradients, parameters, leaves, opt_state.codebook, h, rate, decays, apply)
-        else:
-            words = update.Codebook(opt_state.codebook, search_table(opt_state.codebook))
+
+        def advance(
+            gradients: list[Any], parameters: list[Any], leaves: list[Leaf], decays: list[Scalar], shared: Any
+        ) -> tuple[list[Any], list[Leaf]]:
+            words, count, rate, b1, b2, eps = shared
+            if options.rule == "reference":
+                h = reference.hyper(b1, b2, eps, count)
+                return _reference(gradients, parameters, leaves, words, h, rate, decays, apply)
+            book = update.Codebook(words, search_table(words))
             tails = [update.Tail(rate, decay, apply) for decay in decays]
-            outputs, leaves = implementation.step(
-                requested, gradients, parameters, leaves, words, update.hyper(b1, b2, eps, count), tails
-            )
+            h = update.hyper(b1, b2, eps, count)
+            return implementation.step(requested, gradients, parameters, leaves, book, h, tails)
+
+        outputs, leaves = by_mesh(
+            advance,
+            (gradients, parameters, leaves, decays),
+            (opt_state.codebook, count, rate, b1, b2, eps),
+            like=parameters if apply else gradients,
+        )
         return tree.unflatten(outputs), opt_state.with_leaves(leaves, count=count)
 
     def update_fn(updates: Any, state: GefenState, params: Any = None, **extra_args: Any) -> tuple[Any, GefenState]:

@@ -1,8 +1,8 @@
 """Bytes of optimizer state on real model shapes, against other optimizers.
 
 State is counted by `jax.eval_shape` of ``tx.init``, so no memory is used. With ``--calibrated`` a plan is learned
-first, from synthetic bfloat16 gradients whose squares have row and column structure: that takes 2 bytes per parameter, and
-time.
+first, from synthetic bfloat16 gradients whose squares have row and column structure: that takes 2 bytes per
+parameter, and time.
 """
 
 import argparse
