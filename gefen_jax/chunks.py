@@ -180,7 +180,9 @@ def chunked_update(
 def _direction(m: jax.Array, root: jax.Array, columns: jax.Array | None, h: Hyper) -> jax.Array:
     """`update.direction` where ``root`` holds one entry per block of a (rows, columns) chunk."""
     if columns is not None:
-        return update.direction(m, root, columns, h)
+        entries = columns.shape[0]  # of the batch, whole ones, in this chunk
+        d = update.direction(m.reshape(entries, -1, m.shape[1]), root.reshape(entries, -1, 1), columns[:, None], h)
+        return d.reshape(m.shape)
     view = tiling.view(m.shape, root.shape)
     d = update.direction(m.reshape(view.elements), root.reshape(view.statistic), None, h)
     return d.reshape(m.shape)
