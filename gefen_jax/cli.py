@@ -24,7 +24,9 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("demo", "train a small language model with AdamW and with Gefen", "gefen_jax.lab.demo", "demo"),
-    Command("bench step", "time, compile time and memory of the step against AdamW", "gefen_jax.lab.bench_step", "demo"),
+    Command(
+        "bench step", "time, compile time and memory of the step against AdamW", "gefen_jax.lab.bench_step", "demo"
+    ),
     Command("bench memory", "bytes of optimizer state on real model shapes", "gefen_jax.lab.bench_memory", "demo"),
     Command("doctor", "show versions, devices and what would run on them", "gefen_jax.lab.doctor"),
 )
@@ -51,10 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         module = importlib.import_module(command.module)
     except ModuleNotFoundError as error:
-        if command.extra is None or (error.name or "").startswith("gefen"):
+        package = (error.name or "").split(".")[0]
+        if command.extra is None or package == "gefen_jax":
             raise
         hint = f"pip install 'gefen-jax[{command.extra}]'"
-        print(f"{prog}: needs the package {error.name}; install it with: {hint}", file=sys.stderr)
+        print(f"{prog}: needs the package {package}; install it with: {hint}", file=sys.stderr)
         return 2
     parser = Parser(prog=prog, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     try:

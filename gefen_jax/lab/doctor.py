@@ -86,7 +86,8 @@ def implementations() -> dict[str, str]:
     rows = {}
     for name, leaf in EXAMPLES.items():
         state = jax.eval_shape(gefen(1e-3).init, {name: leaf})
-        rows[f"{name} {leaf.shape}"] = explain(state).rows[0].implementation
+        row = explain(state).rows[0]
+        rows[f"{name} {leaf.shape}"] = f"{row.implementation} ({row.because})"
     return rows
 
 

@@ -78,9 +78,7 @@ def test_grouped_queries_equal_full_heads_with_repeated_keys_and_values():
             kernel = params[f"layer_{i}"][name]["kernel"].reshape(LLAMA.width, LLAMA.kv_heads, LLAMA.head_size)
             repeated[f"layer_{i}"][name]["kernel"] = kernel.repeat(2, axis=1).reshape(LLAMA.width, -1)
     assert models.count(models.shapes(full)) > models.count(params)
-    np.testing.assert_allclose(
-        logits(LLAMA, params, tokens), logits(full, repeated, tokens), rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(logits(LLAMA, params, tokens), logits(full, repeated, tokens), rtol=1e-5, atol=1e-5)
 
 
 def test_scanned_layers_are_the_same_model():
@@ -90,9 +88,7 @@ def test_scanned_layers_are_the_same_model():
     stacked = {name: part for name, part in params.items() if not name.startswith("layer_")}
     stacked["layers"] = {"block": jax.tree.map(lambda *parts: np.stack(parts), *layers)}
     assert jax.tree.map(jnp.shape, stacked) == jax.tree.map(jnp.shape, models.shapes(scanned))
-    np.testing.assert_allclose(
-        logits(scanned, stacked, tokens), logits(LLAMA, params, tokens), rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(logits(scanned, stacked, tokens), logits(LLAMA, params, tokens), rtol=1e-5, atol=1e-5)
 
 
 def test_split_heads_change_the_shapes_only():
@@ -103,9 +99,7 @@ def test_split_heads_change_the_shapes_only():
     params = random_params(LLAMA)
     same = jax.tree.map(lambda x, s: x.reshape(s.shape), params, shapes)
     tokens = inputs_for(LLAMA)
-    np.testing.assert_allclose(
-        logits(split, same, tokens), logits(LLAMA, params, tokens), rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(logits(split, same, tokens), logits(LLAMA, params, tokens), rtol=1e-5, atol=1e-5)
 
 
 def gpt_formula(c):

@@ -15,6 +15,7 @@ from gefen_jax.lab.errors import UsageError
 from gefen_jax.lab.vision import MLPConfig
 
 CONFIG = models.preset("gpt-tiny")
+logits_of = jax.jit(models.logits, static_argnums=0)
 RANDOM = np.random.default_rng(0)
 TEXT = Text(*(RANDOM.integers(97, 123, size=n).astype(np.uint8) for n in (3000, 500)), "letters")
 
@@ -54,8 +55,8 @@ def test_text_windows_and_labels(task):
 
 def test_loss_equals_numpy(task, params):
     batch = task.train(np.arange(5))
-    expected = cross_entropy(models.logits(CONFIG, params, batch.inputs), batch.labels)
-    assert float(task.loss(params, batch)) == pytest.approx(expected, rel=1e-6)
+    expected = cross_entropy(logits_of(CONFIG, params, batch.inputs), batch.labels)
+    assert float(jax.jit(task.loss)(params, batch)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_batches_are_a_function_of_their_arguments(task):
@@ -72,12 +73,12 @@ def test_image_task_trains_on_digits():
     images = load_images("digits")
     config = MLPConfig((8, 8, 1), 10, (16,))
     task = tasks.image_task(config, images, examples=100)
-    tx = optimizers.build("adamw", config, 1e-2, 60)
-    run = train.prepare(task, tx, models.init(config, jax.random.key(0)), next(task.batches(1, 32, 0)), chunk=20)
-    events = list(train.fit(task, run, task.batches(60, 32, 0), 60, 60))
+    tx = optimizers.build("adamw", config, 2e-2, 200)
+    run = train.prepare(task, tx, models.init(config, jax.random.key(0)), next(task.batches(1, 32, 0)), chunk=50)
+    events = list(train.fit(task, run, task.batches(200, 32, 0), 200, 200))
     assert events[0].validation.accuracy < 0.4
     assert events[-1].validation.accuracy > 0.8
-    assert [event.step for event in events] == [0, 20, 40, 60]
+    assert [event.step for event in events] == [0, 50, 100, 150, 200]
 
 
 def test_wrong_tasks():
@@ -97,11 +98,12 @@ def test_wrong_tasks():
 
 
 def written_out(task, tx, params, batches):
-    """The loop without jit, donation or scan."""
+    """The loop in three separate parts, without donation or scan."""
+    gradient, update = jax.jit(jax.value_and_grad(task.loss)), jax.jit(tx.update)
     opt_state, losses = tx.init(params), []
     for batch in batches:
-        loss, grads = jax.value_and_grad(task.loss)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        loss, grads = gradient(params, batch)
+        updates, opt_state = update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         losses.append(float(loss))
     return losses, params
@@ -118,9 +120,9 @@ def test_fit_is_the_loop_written_out(task, params, chunk):
     assert [event.step for event in events] == list(range(0, 7, chunk))
     assert [event.step for event in events if event.validation] == [0, 4, 6]
     validation = task.validation(task.validation_index)
-    logits = models.logits(CONFIG, last, validation.inputs)
+    logits = logits_of(CONFIG, last, validation.inputs)
     assert events[-1].validation.loss == pytest.approx(cross_entropy(logits, validation.labels), rel=1e-5)
-    right = (np.argmax(logits, -1) == validation.labels).mean()
+    right = float((np.argmax(np.asarray(logits), -1) == validation.labels).mean())
     assert events[-1].validation.accuracy == pytest.approx(right, abs=2 / validation.labels.size)
     assert all(event.seconds > 0 for event in events[1:])
 
@@ -146,14 +148,12 @@ def test_calibration_sees_the_first_gradients(task, params):
 
     first = next(task.batches(1, 4, 0))
     train.prepare(task, optimizers.build("adamw", CONFIG, 1e-2, 4), params, first, calibrate)
-    expected = jax.grad(task.loss)(params, first)
+    expected = jax.jit(jax.grad(task.loss))(params, first)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), seen[0], expected)
 
 
 def test_wrong_loops(task, params):
-    run = train.prepare(
-        task, optimizers.build("sgd", CONFIG, 1e-2, 4), params, next(task.batches(1, 4, 0)), chunk=2
-    )
+    run = train.prepare(task, optimizers.build("sgd", CONFIG, 1e-2, 4), params, next(task.batches(1, 4, 0)), chunk=2)
     with pytest.raises(ValueError, match="steps 5 and every 2 must be multiples of the chunk 2"):
         next(train.fit(task, run, [], 5, 2))
     with pytest.raises(ValueError, match="the batches ended before step 4 of 4"):
@@ -189,7 +189,7 @@ def test_gradients_are_clipped_to_norm_one():
     params = {"w": jnp.zeros((4, 4))}
     tx = optimizers.build("sgd", MLPConfig((1, 1, 1), 2), 1e-2, 1)
     updates, _ = tx.update({"w": jnp.full((4, 4), 100.0)}, tx.init(params), params)
-    assert float(optax.global_norm(updates)) == pytest.approx(100 * 1e-2)  # SGD's multiple times the rate
+    assert float(optax.tree.norm(updates)) == pytest.approx(100 * 1e-2)  # SGD's multiple times the rate
 
 
 def test_unknown_optimizer():
