@@ -58,7 +58,7 @@ def calibrate(opt_state: Any, grads_or_plan: Any, *, progress: Progress | None =
             "calibrate: there is no Gefen state in this optimizer state: pass what tx.init(params) returned, for a tx "
             "made with gefen(...) or scale_by_gefen(...)"
         )
-    formats = [_known_format(node) for _, node in found]
+    formats = [state.known_format(node, "calibrate") for _, node in found]
     if isinstance(grads_or_plan, Plan):
         plan = grads_or_plan
     else:
@@ -137,16 +137,6 @@ def _is_gefen(node: Any) -> bool:
 
 def _is_gefen_like(node: Any) -> bool:
     return _is_gefen(node) or (isinstance(node, Mapping) and set(GefenState._fields) <= set(node))
-
-
-def _known_format(node: GefenState) -> Format:
-    words = state.read_format(node)
-    if words is None:
-        raise TypeError(
-            "calibrate changes the state's shapes, so it needs concrete arrays outside jit; for abstract states build "
-            "the transformation with gefen(..., plan=plan)"
-        )
-    return words
 
 
 def _options(words: Format, leaves: Mapping[str, LeafPlan]) -> Options:

@@ -140,6 +140,17 @@ def read_format(state: GefenState) -> Format | None:
     return decode_format(jax.device_get(words))
 
 
+def known_format(state: GefenState, who: str) -> Format:
+    """The state's `Format`; a TypeError where it is traced or abstract."""
+    words = read_format(state)
+    if words is None:
+        raise TypeError(
+            f"{who} changes or reads the state's structure, so it needs concrete arrays outside jit; for abstract "
+            "states build the transformation with gefen(..., plan=plan)"
+        )
+    return words
+
+
 def check_format(state: GefenState, options: Options, *, where: str) -> None:
     """Raise a ValueError if the state was made by other options than those of the transformation that meets it."""
     found = read_format(state)
