@@ -12,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from gefen_jax import paths, tiling
-from gefen_jax.plan import Options
+from gefen_jax.plan import LeafPlan, Options, Plan
+from gefen_jax.sharding import varying
 from gefen_jax.state import GefenState
 from gefen_jax.update import Leaf
 
 
-def check_update(grads: Any, opt_state: GefenState, params: Any, options: Options) -> tuple[list[Leaf], Any]:
+def check_update(
+    grads: Any, opt_state: GefenState, params: Any, options: Options, plan: Plan | None = None
+) -> tuple[list[Leaf], Any]:
     """The state's leaves and the gradients' tree, once both and the parameters have been seen to match."""
     if not isinstance(opt_state, GefenState):
         raise TypeError(
@@ -30,8 +33,9 @@ def check_update(grads: Any, opt_state: GefenState, params: Any, options: Option
     if tree != jax.tree.structure(opt_state.mu):  # type: ignore[operator]
         _compare("gradients", found, paths.names(opt_state.mu), "init saw")
     for path, (_, g), leaf in zip(found, named, leaves):
-        _check_gradient(path, g, leaf)
+        _check_gradient(path, g, leaf, options.bits)
         _check_statistics(path, tuple(g.shape), leaf, options)
+        check_manual(path, g, leaf, None if plan is None else plan.leaves.get(path))
     if params is not None:
         if jax.tree.structure(params) != tree:  # type: ignore[operator]
             _compare("parameters", paths.names(params), found, "the gradients have")
@@ -77,7 +81,7 @@ def _compare(what: str, found: list[str], expected: list[str], who: str) -> None
     raise ValueError(f"gefen.update: the {what} have their leaves in another order than {who}")
 
 
-def _check_gradient(path: str, g: Any, leaf: Leaf) -> None:
+def _check_gradient(path: str, g: Any, leaf: Leaf, bits: int) -> None:
     dtype = getattr(g, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
@@ -87,12 +91,11 @@ def _check_gradient(path: str, g: Any, leaf: Leaf) -> None:
     shape, kept = tuple(g.shape), tuple(leaf.mu.shape)
     if 0 in shape and kept == (1,) * len(shape):
         return
-    differing = [axis for axis, (a, b) in enumerate(zip(shape, kept)) if a != b]
-    packed = len(differing) == 1 and shape[differing[0]] == 2 * kept[differing[0]] and leaf.mu.dtype == jnp.uint8
-    if len(shape) != len(kept) or (differing and not packed):
+    axis = tiling.packed_axis(shape) if bits == 4 and leaf.mu.dtype == jnp.uint8 else None
+    if kept != tuple(size // 2 if i == axis else size for i, size in enumerate(shape)):
         raise ValueError(
-            f"gefen.update: the gradient of {path!r} has shape {shape}, the state was made for {kept}: was the state "
-            "restored for another model?"
+            f"gefen.update: the gradient of {path!r} has shape {shape}, the state was made for {kept}"
+            f"{' (packed)' if axis is not None else ''}: was the state restored for another model?"
         )
     if leaf.mu.dtype not in (jnp.uint8, jnp.float32):
         raise TypeError(
@@ -130,3 +133,44 @@ def _check_statistics(path: str, shape: tuple[int, ...], leaf: Leaf, options: Op
             f"gefen.update: the statistics of {path!r} are {', '.join(sorted(map(str, kept)))}, expected float32: the "
             "state was cast; restore it with the dtypes it was saved with"
         )
+
+
+def check_manual(path: str, g: Any, leaf: Leaf, planned: LeafPlan | None) -> None:
+    """Refuse what would be silently wrong inside `jax.shard_map`: gradients not averaged, blocks that cross shards.
+
+    Seen only with varying-axes checking (the default); local shapes alone do not show how a tile was cut, so leaves
+    with several blocks that are not split like their gradient need the plan's global shape.
+    """
+    axes = varying(g)
+    if not axes:
+        return
+    loose = axes - varying(leaf.mu)
+    if loose:
+        raise ValueError(
+            f"gefen.update: inside shard_map the gradient of {path!r} differs over the mesh axes {sorted(loose)}, on "
+            "which its state does not: average it first, with jax.lax.pmean"
+        )
+    statistics = {"mu_scale": leaf.mu_scale}
+    if leaf.nu_cross.shape == (1,) * leaf.nu_cross.ndim:
+        statistics["nu"] = leaf.nu
+    for what, stat in statistics.items():
+        crossed = axes - varying(stat)
+        if not crossed or all(size == 1 for size in stat.shape):
+            continue
+        if planned is None or not _splits_evenly(tuple(g.shape), tuple(stat.shape), planned, what):
+            raise ValueError(
+                f"gefen.update: inside shard_map the {what} of {path!r} has local shape {stat.shape} and is not split over "
+                f"the mesh axes {sorted(crossed)} as its gradient {tuple(g.shape)} is, so its blocks may cross shards: "
+                "build with gefen(..., plan=learn_plan(..., align=number of shards)) and split the state as "
+                "state_sharding says"
+            )
+
+
+def _splits_evenly(shape: tuple[int, ...], stat: tuple[int, ...], planned: LeafPlan, what: str) -> bool:
+    """Whether a local statistic is the global one, cut where the parameter is cut, or whole where a block spans it."""
+    scale, nu, _ = planned.statistics()
+    whole = scale if what == "mu_scale" else nu
+    return len(shape) == len(planned.shape) and all(
+        kept == of if local == size else of == 1 or kept * size == of * local
+        for local, size, kept, of in zip(shape, planned.shape, stat, whole)
+    )

@@ -225,7 +225,7 @@ def _build(
         return init_state(params, decisions, options, None if plan is None else plan.codebook)
 
     def run(grads: Any, opt_state: GefenState, params: Any, *, apply: bool) -> tuple[Any, GefenState]:
-        leaves, tree = matching.check_update(grads, opt_state, params, options)
+        leaves, tree = matching.check_update(grads, opt_state, params, options, plan)
         state.check_format(opt_state, options, where="gefen.update")
         gradients = jax.tree.leaves(grads)
         parameters = [None] * len(gradients) if params is None else jax.tree.leaves(params)
