@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -227,19 +227,23 @@ def _placed(x: np.ndarray, like: Any) -> jax.Array:
 
 
 def _convert_leaf(leaf: Leaf, old: LeafPlan, new: LeafPlan, words: jax.Array, new_words: jax.Array, plan: Plan) -> Leaf:
-    convert = functools.partial(_convert, old=old, new=new, bits=plan.bits, rule=plan.rule)
     placed = getattr(leaf.mu, "sharding", None)  # a restored state may hold NumPy arrays
-    shapes = jax.eval_shape(convert, leaf, words, new_words)
-    where = None
-    if isinstance(placed, NamedSharding):
-        where = jax.tree.map(lambda s: fit_spec(s.shape, placed), shapes)
-    return jax.jit(convert, out_shardings=where)(leaf, words, new_words)
+    sharding = placed if isinstance(placed, NamedSharding) else None
+    statistic = leaf.nu.dtype if plan.rule == "reference" else jnp.float32
+    return _converter(old, new, plan.bits, plan.rule, statistic, sharding)(leaf, words, new_words)
 
 
-def _convert(
-    leaf: Leaf, words: jax.Array, new_words: jax.Array, *, old: LeafPlan, new: LeafPlan, bits: int, rule: str
-) -> Leaf:
-    """Moments decoded, and encoded under another structure and codebook."""
-    m, v = moments.decode_moments(leaf, old, words)
-    statistic = leaf.nu.dtype if rule == "reference" else jnp.float32
-    return moments.encode_moments(m, v, new, new_words, bits, rule, statistic)
+@functools.lru_cache(maxsize=1024)
+def _converter(
+    old: LeafPlan, new: LeafPlan, bits: int, rule: str, statistic: Any, sharding: NamedSharding | None
+) -> Callable[[Leaf, jax.Array, jax.Array], Leaf]:
+    """Moments decoded, and encoded under another structure and codebook: compiled once for all leaves of a kind."""
+
+    def convert(leaf: Leaf, words: jax.Array, new_words: jax.Array) -> Leaf:
+        m, v = moments.decode_moments(leaf, old, words)
+        return moments.encode_moments(m, v, new, new_words, bits, rule, statistic)
+
+    if sharding is None:
+        return jax.jit(convert)
+    shapes = (state.mu_shape(new, bits), *new.statistics())
+    return jax.jit(convert, out_shardings=Leaf(*(fit_spec(shape, sharding) for shape in shapes)))  # type: ignore[arg-type]
