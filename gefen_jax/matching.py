@@ -159,8 +159,8 @@ def check_manual(path: str, g: Any, leaf: Leaf, planned: LeafPlan | None) -> Non
             continue
         if planned is None or not _splits_evenly(tuple(g.shape), tuple(stat.shape), planned, what):
             raise ValueError(
-                f"gefen.update: inside shard_map the {what} of {path!r} has local shape {stat.shape} and is not split over "
-                f"the mesh axes {sorted(crossed)} as its gradient {tuple(g.shape)} is, so its blocks may cross shards: "
+                f"gefen.update: inside shard_map the {what} of {path!r} has local shape {stat.shape}, not split over "
+                f"the mesh axes {sorted(crossed)} as its gradient {tuple(g.shape)} is: its blocks may cross shards; "
                 "build with gefen(..., plan=learn_plan(..., align=number of shards)) and split the state as "
                 "state_sharding says"
             )
