@@ -111,7 +111,7 @@ class Explanation:
     def __str__(self) -> str:
         table = [HEAD, *(_cells(row) for row in self.rows)]
         widths = [max(len(line[i]) for line in table) for i in range(len(HEAD))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
+        lines = ["  ".join(map(_padded, line, widths, HEAD)).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in widths))
         legend = self.legend()
         width = max(map(len, legend), default=0)
@@ -133,6 +133,10 @@ class Explanation:
 
 
 HEAD = ("parameter", "shape", "first moment", "second moment", "bytes", "B/param", "reason", "runs as")
+
+
+def _padded(cell: str, width: int, column: str) -> str:
+    return cell.rjust(width) if column in ("bytes", "B/param") else cell.ljust(width)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

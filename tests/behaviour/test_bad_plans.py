@@ -54,7 +54,9 @@ def test_a_plan_for_another_tree_is_refused_by_init(plan):
         gefen(1e-3, plan=plan).init(tree(0, shapes))
     with pytest.raises(ValueError, match="parameter 'head' is not in the plan: learn the plan from gradients of the"):
         gefen(1e-3, plan=plan).init(tree(0, {**shapes, "table": (640, 16), "head": (8,)}))
-    with pytest.raises(ValueError, match=r"'table' that the parameters lack.*'tables' is not in the plan: was the tree"):
+    with pytest.raises(
+        ValueError, match=r"'table' that the parameters lack.*'tables' is not in the plan: was the tree"
+    ):
         gefen(1e-3, plan=plan).init(tree(0, {**shapes, "tables": (640, 16)}))
 
 
