@@ -10,7 +10,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from gefen_jax import moments, paths, state
-from gefen_jax.plan import LeafPlan
+from gefen_jax.plan import LeafPlan, Options
 from gefen_jax.state import GefenState, decisions
 from gefen_jax.update import Leaf
 
@@ -119,7 +119,8 @@ def _encode(mu: Any, nu: Any, leaf: Leaf, decision: LeafPlan, words: jax.Array, 
 
     def encode(m: jax.Array, v: jax.Array) -> Leaf:
         m, v = m.astype(jnp.float32), v.astype(jnp.float32)
-        return moments.encode_moments(m, v, decision, words, format.bits, format.rule, statistic)
+        encoding = Options(format.rule, bits=format.bits, codec=format.codec)
+        return moments.encode_moments(m, v, decision, words, encoding, statistic)
 
     placed = None
     if isinstance(leaf.mu, jax.Array) and isinstance(leaf.mu.sharding, NamedSharding):

@@ -108,7 +108,7 @@ def plan_from_state(opt_state: Any, format: Any = None) -> Plan:
     leaves = {path: leaf for plan in plans for path, leaf in plan.leaves.items()}
     for other in plans[1:]:
         same_words = first.codebook is None or np.array_equal(first.codebook, other.codebook)  # type: ignore[arg-type]
-        if (first.rule, first.bits) != (other.rule, other.bits) or not same_words:
+        if (first.rule, first.bits, first.codec) != (other.rule, other.bits, other.codec) or not same_words:
             raise ValueError(
                 "plan_from_state: the Gefen states differ in rule, bits or codebook, so one plan cannot describe them: "
                 "pass them one at a time"
@@ -128,7 +128,7 @@ def _plan_of(fields: Mapping[str, Any], words: Format, codebook: np.ndarray | No
         path: leaf_plan(path, Leaf(*leaf), word, words.rule)
         for path, leaf, word in zip(names, zip(*columns), words.leaves)
     }
-    return Plan(words.rule, words.second_moment, words.min_size, words.bits, codebook, None, leaves)
+    return Plan(words.rule, words.second_moment, words.min_size, words.bits, codebook, None, leaves, codec=words.codec)
 
 
 def _is_gefen(node: Any) -> bool:
@@ -141,7 +141,7 @@ def _is_gefen_like(node: Any) -> bool:
 
 def _options(words: Format, leaves: Mapping[str, LeafPlan]) -> Options:
     axes = {path: leaf.axes for path, leaf in leaves.items() if leaf.axes is not None}
-    return Options(words.rule, words.second_moment, words.bits, words.min_size, None, axes or None)
+    return Options(words.rule, words.second_moment, words.bits, words.min_size, None, axes or None, codec=words.codec)
 
 
 def _learn(states: list[GefenState], formats: list[Format], grads: Any, progress: Progress | None) -> Plan:
@@ -169,14 +169,14 @@ def _learn(states: list[GefenState], formats: list[Format], grads: Any, progress
                 )
             requests.setdefault(path, Request(path, gradients, options, leaf.reason if leaf.exact else None))
     first = next(iter(requests.values())).options if requests else Options()
-    if len({(words.rule, words.bits) for words in formats}) > 1:
+    if len({(words.rule, words.bits, words.codec) for words in formats}) > 1:
         raise ValueError("calibrate: the Gefen states differ in rule or bits: calibrate them one at a time")
     return learn.decide(list(requests.values()), first, progress)
 
 
 def _check_plan_fits(plan: Plan, states: list[GefenState], formats: list[Format]) -> None:
     for node, words in zip(states, formats):
-        if (plan.rule, plan.bits) != (words.rule, words.bits):
+        if (plan.rule, plan.bits, plan.codec) != (words.rule, words.bits, words.codec):
             raise ValueError(
                 f"calibrate: the plan has rule {plan.rule!r} and {plan.bits} bits, the state rule {words.rule!r} and "
                 f"{words.bits} bits: learn the plan with those of the optimizer"
@@ -213,7 +213,7 @@ def _replan(node: GefenState, words: Format, plan: Plan) -> GefenState:
         new = plan.leaves[path]
         same = (old.mu, old.nu) == (new.mu, new.nu) and (new_words is node.codebook or old.exact)
         leaves.append(leaf if same or 0 in new.shape else _convert_leaf(leaf, old, new, node.codebook, new_words, plan))
-    options = Options(plan.rule, plan.second_moment, plan.bits, plan.min_size)
+    options = Options(plan.rule, plan.second_moment, plan.bits, plan.min_size, codec=plan.codec)
     wanted = state.encode_format(options, [plan.leaves[path] for path in current])
     format_words = node.format
     if not np.array_equal(wanted, jax.device_get(node.format)):
@@ -230,20 +230,21 @@ def _convert_leaf(leaf: Leaf, old: LeafPlan, new: LeafPlan, words: jax.Array, ne
     placed = getattr(leaf.mu, "sharding", None)  # a restored state may hold NumPy arrays
     sharding = placed if isinstance(placed, NamedSharding) else None
     statistic = leaf.nu.dtype if plan.rule == "reference" else jnp.float32
-    return _converter(old, new, plan.bits, plan.rule, statistic, sharding)(leaf, words, new_words)
+    encoding = Options(plan.rule, bits=plan.bits, codec=plan.codec)
+    return _converter(old, new, encoding, statistic, sharding)(leaf, words, new_words)
 
 
 @functools.lru_cache(maxsize=1024)
 def _converter(
-    old: LeafPlan, new: LeafPlan, bits: int, rule: str, statistic: Any, sharding: NamedSharding | None
+    old: LeafPlan, new: LeafPlan, encoding: Options, statistic: Any, sharding: NamedSharding | None
 ) -> Callable[[Leaf, jax.Array, jax.Array], Leaf]:
     """Moments decoded, and encoded under another structure and codebook: compiled once for all leaves of a kind."""
 
     def convert(leaf: Leaf, words: jax.Array, new_words: jax.Array) -> Leaf:
         m, v = moments.decode_moments(leaf, old, words)
-        return moments.encode_moments(m, v, new, new_words, bits, rule, statistic)
+        return moments.encode_moments(m, v, new, new_words, encoding, statistic)
 
     if sharding is None:
         return jax.jit(convert)
-    shapes = (state.mu_shape(new, bits), *new.statistics())
+    shapes = (state.mu_shape(new, encoding.bits), *new.statistics())
     return jax.jit(convert, out_shardings=Leaf(*(fit_spec(shape, sharding) for shape in shapes)))  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import optax
 from gefen_jax import paths
 from gefen_jax.plan import (
     BITS,
+    CODECS,
     RULES,
     SECOND_MOMENTS,
     FullPrecision,
@@ -22,6 +23,7 @@ from gefen_jax.plan import (
     Options,
     Plan,
     check_choice,
+    check_codec,
     check_min_size,
 )
 from gefen_jax.reasons import EMPTY
@@ -113,7 +115,12 @@ def _is_function(mask: Any) -> bool:
     return bool(leaves) and all(callable(leaf) for leaf in leaves)
 
 
-CHOICES: dict[str, tuple[Any, ...]] = {"rule": RULES, "second_moment": SECOND_MOMENTS, "bits": BITS}
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "rule": RULES,
+    "second_moment": SECOND_MOMENTS,
+    "bits": BITS,
+    "codec": CODECS,
+}
 
 
 def _check_each(given: Mapping[str, Any], full_precision: Any, axes: Any) -> None:
@@ -130,8 +137,9 @@ def _check_each(given: Mapping[str, Any], full_precision: Any, axes: Any) -> Non
 
 def check_options(options: Options) -> None:
     """Refuse structural arguments that mean nothing or exclude each other."""
-    names = ("rule", "second_moment", "bits", "min_size")
+    names = ("rule", "second_moment", "bits", "min_size", "codec")
     _check_each({name: getattr(options, name) for name in names}, options.full_precision, options.axes)
+    check_codec(options.codec, options.bits, options.rule)
     if isinstance(options.align, bool) or not isinstance(options.align, int) or options.align < 1:
         raise ValueError(f"align must be a whole number of devices >= 1; found {options.align!r}")
     if options.rule != "reference":

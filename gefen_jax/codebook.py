@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gefen_jax._gradient import as_floating, chunks
-from gefen_jax.quantization import BINS
+from gefen_jax.quantization import BINS, SIDE
 from gefen_jax.tiling import Shape
 
 Counts = npt.NDArray[np.int64]
@@ -260,6 +260,39 @@ def _solve(
     if last is not None:
         centres[-1] = last
     return centres
+
+
+def companding_codebook(c: float) -> Words:
+    """float32[256] in closed form (`quantization.Companding`): symmetric, ends -1 and 1, two zeros in the middle.
+
+    Examples:
+      >>> words = companding_codebook(1.0)
+      >>> words[[0, 127, 128, 255]].tolist(), round(float(words[192]), 4)
+      ([-1.0, 0.0, 0.0, 1.0], 0.3368)
+    """
+    y = np.arange(1, SIDE + 1) / SIDE
+    side = (y / (1 + c * (1 - y))).astype(np.float32)
+    return np.concatenate([-side[::-1], np.zeros(2, np.float32), side])
+
+
+def fit_companding(counts: npt.ArrayLike) -> float:
+    """The c of `companding_codebook` with the least squared error on a histogram, by golden-section search.
+
+    The error has one minimum over the searched range, 0 (uniform words) to 16 (a 16th of the spacing near 0).
+
+    Raises:
+      ValueError: as `learn_codebook`.
+    """
+    checked = _checked(counts)
+    low, high = 0.0, 16.0
+    golden = (math.sqrt(5) - 1) / 2
+    while high - low > 1e-3:
+        left, right = high - golden * (high - low), low + golden * (high - low)
+        if mse(checked, companding_codebook(left)) <= mse(checked, companding_codebook(right)):
+            high = right
+        else:
+            low = left
+    return (low + high) / 2
 
 
 def mse(counts: npt.ArrayLike, codebook: npt.ArrayLike) -> float:

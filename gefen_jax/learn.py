@@ -27,6 +27,9 @@ from gefen_jax.plan import (
 )
 from gefen_jax.reasons import LEARNED, NON_FINITE, ZERO
 
+PRIOR_COMPANDING = 1.0528
+"""`codebook.fit_companding` of `prior.prior_counts`: the companding codebook before any gradient is seen."""
+
 Progress = Callable[[str, int, int], None]
 """Called as progress(path, leaves done, leaves in all)."""
 
@@ -51,6 +54,7 @@ def learn_plan(
     full_precision: FullPrecision = None,
     axes: Mapping[str, tuple[int, int]] | None = None,
     align: int = 1,
+    codec: str = "table",
     progress: Progress | None = None,
 ) -> Plan:
     """Decide structure and codebook from the first gradients, before the optimizer is built.
@@ -67,6 +71,8 @@ def learn_plan(
       full_precision: leaves that keep exact Adam: a regular expression on the path, or a function of path and leaf.
       axes: by path, (leading batch axes, row axes) of leaves whose shape alone would mislead.
       align: keep blocks inside the shards of up to this many devices along any axis that it divides.
+      codec: "table" (any words, nearest found through a table), or "companding" (words in closed form with one learned
+        number: a faster step on the CPU, 4 to 5 % more squared error).
       progress: called after each leaf with (path, leaves done, leaves in all).
 
     Returns:
@@ -88,7 +94,7 @@ def learn_plan(
     """
     if min_size is None:
         min_size = 0 if rule == "reference" else MIN_SIZE
-    options = Options(rule, second_moment, bits, min_size, full_precision, axes, align)
+    options = Options(rule, second_moment, bits, min_size, full_precision, axes, align, codec)
     checks.check_options(options)
     trees = trees_of(grads)
     columns = [paths.named_leaves(tree) for tree in trees]
@@ -185,8 +191,12 @@ def _learn_gefen(requests: Sequence[Request], options: Options, progress: Progre
         leaf = leaves[path]
         forced = asked[path] == "full" or (asked[path] == "factored" and leaf.nu[0] == "factored")
         leaves[path] = dataclasses.replace(leaf, nu=leaf.nu if forced else choice.structure, reason=choice.reason)
-    learned = codebook.learn_codebook(counts, bits=options.bits) if counts.any() else None
-    words = codebook.prior_codebook(options.bits) if learned is None else learned
+    if not counts.any():
+        words = initial_codebook(options)
+    elif options.codec == "companding":
+        words = codebook.companding_codebook(codebook.fit_companding(counts))
+    else:
+        words = codebook.learn_codebook(counts, bits=options.bits)
     return Plan(
         "gefen",
         options.second_moment,
@@ -196,7 +206,15 @@ def _learn_gefen(requests: Sequence[Request], options: Options, progress: Progre
         counts if counts.any() else None,
         leaves,
         surveys,
+        options.codec,
     )
+
+
+def initial_codebook(options: Options) -> np.ndarray:
+    """The codebook before any gradient is seen."""
+    if options.codec == "companding":
+        return codebook.companding_codebook(PRIOR_COMPANDING)
+    return codebook.prior_codebook(options.bits)
 
 
 def _survey(gradients: Sequence[np.ndarray], fallback: LeafPlan, options: Options) -> partition.Survey:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gefen_jax import quantization, state, tiling, update
-from gefen_jax.plan import LeafPlan
+from gefen_jax.plan import LeafPlan, Options
 from gefen_jax.update import Leaf
 
 
@@ -34,7 +34,7 @@ def decode_moments(leaf: Leaf, decision: LeafPlan, words: jax.Array) -> tuple[ja
 
 
 def encode_moments(
-    m: jax.Array, v: jax.Array, decision: LeafPlan, words: jax.Array, bits: int, rule: str, statistic: Any
+    m: jax.Array, v: jax.Array, decision: LeafPlan, words: jax.Array, encoding: Options, statistic: Any
 ) -> Leaf:
     """State of a leaf that holds these moments: scales are block maxima, second moments block, row and column means."""
     scale_shape, nu_shape, cross_shape = decision.statistics()
@@ -49,11 +49,11 @@ def encode_moments(
         return Leaf(m, jnp.zeros(scale_shape, statistic), nu.astype(statistic), cross)
     view = tiling.view(m.shape, scale_shape)
     blocked = m.reshape(view.elements)
-    codes, scale = update.requantize(blocked, view.reduce, quantization.search_table(words), blocked)
-    if rule == "reference":  # its words have no 0, on which the search table relies
+    codes, scale = update.requantize(blocked, view.reduce, update.codebook(words, encoding.codec).table, blocked)
+    if encoding.rule == "reference":  # its words have no 0, on which the search table relies
         codes = quantization.nearest(blocked / jnp.where(scale > 0, scale, 1.0), words)
     codes = codes.reshape(m.shape)
-    axis = state.packed_axis(decision, bits)
+    axis = state.packed_axis(decision, encoding.bits)
     codes = codes if axis is None else quantization.pack(codes, axis)
     return Leaf(codes, scale.reshape(scale_shape).astype(statistic), nu.astype(statistic), cross)
 

@@ -35,6 +35,7 @@ from gefen_jax.tiling import Shape
 RULES = ("gefen", "reference")
 SECOND_MOMENTS = ("auto", "block", "factored", "full")
 BITS = (8, 4)
+CODECS = ("table", "companding")
 MIN_SIZE = 4096
 
 Structure = tuple[Any, ...]
@@ -101,6 +102,7 @@ class Plan:
       counts: int64[4096], the histogram that the codebook was learned from; None if it was not learned.
       leaves: `LeafPlan` by path.
       candidates: what was compared for a leaf, by path, for plots; not saved.
+      codec: "table" (any words) or "companding" (words in closed form).
     """
 
     rule: str
@@ -111,12 +113,14 @@ class Plan:
     counts: np.ndarray | None
     leaves: Mapping[str, LeafPlan]
     candidates: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    codec: str = "table"
 
     def __post_init__(self) -> None:
         check_choice("rule", self.rule, RULES)
         check_choice("second_moment", self.second_moment, SECOND_MOMENTS)
         check_choice("bits", self.bits, BITS)
         check_min_size(self.min_size)
+        check_codec(self.codec, self.bits, self.rule)
         for path, leaf in self.leaves.items():
             check_leaf(path, leaf, self.rule)
         if self.counts is not None and (np.shape(self.counts) != (BINS,) or np.min(self.counts) < 0):
@@ -131,13 +135,9 @@ class Plan:
         same_words = (self.codebook is None) == (other.codebook is None) and (
             self.codebook is None or np.array_equal(self.codebook, other.codebook)  # type: ignore[arg-type]
         )
-        mine = (self.rule, self.second_moment, self.min_size, self.bits, dict(self.leaves))
-        return same_words and mine == (
-            other.rule,
-            other.second_moment,
-            other.min_size,
-            other.bits,
-            dict(other.leaves),
+        return same_words and all(
+            getattr(self, name) == getattr(other, name)
+            for name in ("rule", "second_moment", "min_size", "bits", "codec", "leaves")
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -209,6 +209,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         "second_moment": plan.second_moment,
         "min_size": int(plan.min_size),
         "bits": plan.bits,
+        "codec": plan.codec,
         "codebook": None if plan.codebook is None else [float(word) for word in plan.codebook],
         "counts": None if plan.counts is None else [int(count) for count in plan.counts],
         "leaves": {path: dataclasses.asdict(leaf) for path, leaf in plan.leaves.items()},
@@ -226,7 +227,16 @@ def _from_json(data: Any) -> Plan:
         leaves[path] = LeafPlan(shape, _structure(entry["mu"]), _structure(entry["nu"]), str(entry["reason"]), axes)
     counts = None if data["counts"] is None else np.asarray(data["counts"], np.int64)
     codebook = None if data["codebook"] is None else np.asarray(data["codebook"], np.float32)
-    return Plan(data["rule"], data["second_moment"], int(data["min_size"]), int(data["bits"]), codebook, counts, leaves)
+    return Plan(
+        data["rule"],
+        data["second_moment"],
+        int(data["min_size"]),
+        int(data["bits"]),
+        codebook,
+        counts,
+        leaves,
+        codec=data["codec"],
+    )
 
 
 def _structure(value: Any) -> Structure:
@@ -249,6 +259,7 @@ class Options:
     full_precision: FullPrecision = None
     axes: Mapping[str, tuple[int, int]] | None = None
     align: int = 1
+    codec: str = "table"
 
     def keeps_full_precision(self, path: str, leaf: Any) -> bool:
         """Whether ``full_precision`` names this leaf."""
@@ -368,6 +379,13 @@ def check_min_size(found: Any) -> None:
         if hasattr(found, "shape"):
             hint = "; an array arrives here from optax.inject_hyperparams: add 'min_size' to its static_args"
         raise ValueError(f"min_size must be a whole number of elements >= 0; found {found!r}{hint}")
+
+
+def check_codec(found: Any, bits: int, rule: str) -> None:
+    """Raise a ValueError unless ``found`` is a codec that exists for this rule and number of bits."""
+    check_choice("codec", found, CODECS)
+    if found == "companding" and (bits != 8 or rule != "gefen"):
+        raise ValueError(f"codec 'companding' exists for rule 'gefen' and 8 bits; found rule {rule!r} and {bits} bits")
 
 
 def check_codebook(codebook: Any, bits: int, rule: str) -> np.ndarray:

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+SIDE = 127
+"""Words on each side of zero in a codebook of 256, whose two zeros are words 127 and 128."""
 BINS = 4096
 """Bins over [-1, 1] of the histogram that the codebook is learned from, and of the search table."""
 
@@ -32,6 +34,16 @@ class SearchTable(NamedTuple):
 
     codes: jax.Array
     threshold: jax.Array
+
+
+class Companding(NamedTuple):
+    """A codebook in closed form: word j of a side is ``y / (1 + c (1 - y))`` at y = j / 127.
+
+    Attributes:
+      c: float32 (), how much finer the words are near 0; 0 is a uniform grid.
+    """
+
+    c: jax.Array
 
 
 def nearest(y: jax.Array, codebook: jax.Array) -> jax.Array:
@@ -94,12 +106,27 @@ def search_table(codebook: jax.Array) -> SearchTable:
     return SearchTable((above - inside) | (above << 8), threshold)
 
 
-def encode(y: jax.Array, table: SearchTable) -> jax.Array:
-    """`nearest` through a table: two look-ups and one comparison per element.
+def companding(codebook: jax.Array) -> Companding:
+    """The `Companding` whose words these are, read off the word in the middle of the positive side.
+
+    Examples:
+      >>> from gefen_jax.codebook import companding_codebook
+      >>> round(float(companding(jnp.asarray(companding_codebook(0.6))).c), 4)
+      0.6
+    """
+    y = SIDE // 2 / SIDE
+    return Companding((y / codebook[SIDE + 1 + SIDE // 2] - 1) / (1 - y))
+
+
+def encode(y: jax.Array, table: SearchTable | Companding) -> jax.Array:
+    """The code of y: `nearest` through a table, with two look-ups and one comparison per element, or in closed form.
+
+    The closed form rounds after companding, where the words are evenly spaced. Next to the middle between two words
+    that is not always the nearer one; the difference in squared error is below 0.1 %.
 
     Args:
       y: float32 array of any shape; values outside [-1, 1] count as the ends.
-      table: from `search_table`.
+      table: from `search_table` or `companding`.
 
     Returns:
       uint8 codes of y's shape.
@@ -108,10 +135,20 @@ def encode(y: jax.Array, table: SearchTable) -> jax.Array:
       >>> encode(jnp.array([-2.0, 0.2, 0.25, 0.3]), search_table(jnp.array([-1.0, 0.0, 0.5, 1.0]))).tolist()
       [0, 1, 1, 2]
     """
+    if isinstance(table, Companding):
+        size = jnp.minimum(jnp.abs(y), 1.0)
+        level = _round_to_int(size * (1 + table.c) / (1 + table.c * size) * SIDE)
+        return jnp.where(y > 0, SIDE + level + (level > 0), SIDE - level).astype(jnp.uint8)
     bins = bin_of(y)
     codes = table.codes.at[bins].get(mode="promise_in_bounds")
     threshold = table.threshold.at[bins].get(mode="promise_in_bounds")
     return jnp.where(y > threshold, codes >> 8, codes).astype(jnp.uint8)
+
+
+def _round_to_int(x: jax.Array) -> jax.Array:
+    """int32 nearest to 0 <= x < 2^22: the sum leaves it in the low bits (half the cost of `jnp.round` on the CPU)."""
+    shift = jnp.float32(1.5 * 2**23)
+    return jax.lax.bitcast_convert_type(x + shift, jnp.int32) - jax.lax.bitcast_convert_type(shift, jnp.int32)
 
 
 def decode(codes: jax.Array, codebook: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from gefen_jax import paths, tiling
-from gefen_jax.plan import BITS, RULES, SECOND_MOMENTS, LeafPlan, Options, Structure
+from gefen_jax.plan import BITS, CODECS, RULES, SECOND_MOMENTS, LeafPlan, Options, Structure
 from gefen_jax.quantization import zero_code
 from gefen_jax.reasons import EXACT_REASONS, REASONS
 from gefen_jax.update import Leaf, is_exact
@@ -70,8 +70,8 @@ class LeafFormat(NamedTuple):
 class Format(NamedTuple):
     """The ``format`` words, decoded.
 
-    Word 0 holds version (8 bits), rule (4), bits (4), second moment (4) and normalised momentum (1), word 1
-    ``min_size``; then, per leaf, reason (8), batch axes and row axes (4 + 4) and packed axis + 1 (4).
+    Word 0 holds version (8 bits), rule (4), bits (4), second moment (4), normalised momentum (1) and codec (4), word
+    1 ``min_size``; then, per leaf, reason (8), batch axes and row axes (4 + 4) and packed axis + 1 (4).
     """
 
     version: int
@@ -79,6 +79,7 @@ class Format(NamedTuple):
     bits: int
     second_moment: str
     normalised: bool
+    codec: str
     min_size: int
     leaves: tuple[LeafFormat, ...]
 
@@ -86,7 +87,7 @@ class Format(NamedTuple):
 def encode_format(options: Options, leaves: list[LeafPlan]) -> np.ndarray:
     """The ``format`` array of a state."""
     head = VERSION | (RULES.index(options.rule) + 1) << 8 | options.bits << 12
-    head |= SECOND_MOMENTS.index(options.second_moment) << 16
+    head |= SECOND_MOMENTS.index(options.second_moment) << 16 | CODECS.index(options.codec) << 21
     words = [head, min(options.min_size, 2**32 - 1)]
     for leaf in leaves:
         factored = leaf.nu[0] == "factored"
@@ -118,7 +119,9 @@ def decode_format(words: Any) -> Format:
             "load it with the release that wrote it"
         )
     rule, bits, second, normalised = head >> 8 & 15, head >> 12 & 15, head >> 16 & 15, bool(head >> 20 & 1)
-    if not 1 <= rule <= len(RULES) or bits not in BITS or second >= len(SECOND_MOMENTS) or head >> 21:
+    codec = head >> 21
+    known = 1 <= rule <= len(RULES) and bits in BITS and second < len(SECOND_MOMENTS) and codec < len(CODECS)
+    if not known:
         raise ValueError(f"a Gefen state's format word {head:#x} has unknown fields: written by a later release?")
     leaves = []
     for word in words[2:].tolist():
@@ -127,7 +130,16 @@ def decode_format(words: Any) -> Format:
         batch, rows, packed = word >> 8 & 15, word >> 12 & 15, word >> 16 & 15
         axes = (batch, rows) if rows else None
         leaves.append(LeafFormat(REASONS[word & 255], axes, packed - 1 if packed else None))
-    return Format(VERSION, RULES[rule - 1], bits, SECOND_MOMENTS[second], normalised, int(words[1]), tuple(leaves))
+    return Format(
+        version=VERSION,
+        rule=RULES[rule - 1],
+        bits=bits,
+        second_moment=SECOND_MOMENTS[second],
+        normalised=normalised,
+        codec=CODECS[codec],
+        min_size=int(words[1]),
+        leaves=tuple(leaves),
+    )
 
 
 def read_format(state: GefenState) -> Format | None:
@@ -156,12 +168,13 @@ def check_format(state: GefenState, options: Options, *, where: str) -> None:
     found = read_format(state)
     if found is None:
         return
-    mine = (options.rule, options.bits)
-    if (found.rule, found.bits) != mine or found.normalised:
+    mine = (options.rule, options.bits, options.codec)
+    if (found.rule, found.bits, found.codec) != mine or found.normalised:
         raise ValueError(
-            f"{where}: the state was made with rule {found.rule!r} and {found.bits} bits"
+            f"{where}: the state was made with rule {found.rule!r}, {found.bits} bits and codec {found.codec!r}"
             f"{' and normalised momentum' if found.normalised else ''}, the transformation with rule "
-            f"{mine[0]!r} and {mine[1]} bits: build the transformation as it was, or start from tx.init(params)"
+            f"{mine[0]!r}, {mine[1]} bits and codec {mine[2]!r}: build the transformation as it was, or start from "
+            "tx.init(params)"
         )
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gefen_jax import checks, codebook, implementation, matching, paths, reference, state, update
+from gefen_jax import checks, implementation, matching, paths, reference, state, update
+from gefen_jax.learn import initial_codebook
 from gefen_jax.plan import MIN_SIZE, FullPrecision, LeafPlan, Options, Plan, shape_rule
-from gefen_jax.quantization import search_table
 from gefen_jax.sharding import by_mesh, fresh, replicated
 from gefen_jax.state import GefenState
 from gefen_jax.update import Leaf, Scalar
@@ -48,6 +48,7 @@ def gefen(
     full_precision: FullPrecision = None,
     axes: Mapping[str, tuple[int, int]] | None = None,
     implementation: str = "auto",
+    codec: str | None = None,
 ) -> GefenTransformation:
     r"""AdamW's recipe with about one byte of state per parameter.
 
@@ -78,6 +79,8 @@ def gefen(
       axes: by path, (number of leading batch axes, number of row axes) where shapes alone would mislead, such as
         stacks of small matrices.
       implementation: "auto", or one of `gefen_jax.implementation.IMPLEMENTATIONS`.
+      codec: "table" (default: any codebook, the nearest word found through a table) or "companding" (words in closed
+        form: a faster step on the CPU, 4 to 5 % more squared error of the stored first moment).
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is a `GefenState`.
@@ -108,7 +111,7 @@ def gefen(
         b2,
         eps,
         Step(learning_rate, weight_decay, mask),
-        _options(plan, rule, second_moment, bits, min_size, full_precision, axes),
+        _options(plan, rule, second_moment, bits, min_size, full_precision, axes, codec),
         plan,
         implementation,
     )
@@ -127,6 +130,7 @@ def scale_by_gefen(
     full_precision: FullPrecision = None,
     axes: Mapping[str, tuple[int, int]] | None = None,
     implementation: str = "auto",
+    codec: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Rescale gradients as `optax.scale_by_adam` does, with `gefen`'s state. Arguments as in `gefen`.
 
@@ -136,7 +140,7 @@ def scale_by_gefen(
       >>> updates.round(6).tolist()
       [-0.001..., 0.001...]
     """
-    options = _options(plan, rule, second_moment, bits, min_size, full_precision, axes)
+    options = _options(plan, rule, second_moment, bits, min_size, full_precision, axes, codec)
     built = _build(b1, b2, eps, None, options, plan, implementation)
     return optax.GradientTransformationExtraArgs(built.init, built.update)
 
@@ -182,13 +186,20 @@ def _options(
     min_size: int | None,
     full_precision: FullPrecision,
     axes: Mapping[str, tuple[int, int]] | None,
+    codec: str | None,
 ) -> Options:
     """The structural arguments with their defaults filled in, from the plan where there is one."""
-    given: dict[str, Any] = {"rule": rule, "second_moment": second_moment, "bits": bits, "min_size": min_size}
-    given = {name: value for name, value in given.items() if value is not None}
+    asked: dict[str, Any] = {
+        "rule": rule,
+        "second_moment": second_moment,
+        "bits": bits,
+        "min_size": min_size,
+        "codec": codec,
+    }
+    given = {name: value for name, value in asked.items() if value is not None}
     if plan is not None:
         checks.check_plan(plan)
-        decided: dict[str, Any] = {name: getattr(plan, name) for name in ("rule", "second_moment", "bits", "min_size")}
+        decided = {name: getattr(plan, name) for name in asked}
         checks.check_agreement(plan, given, full_precision, axes)
         return Options(**decided, full_precision=full_precision, axes=axes)
     defaults = {"min_size": 0 if rule == "reference" else MIN_SIZE}
@@ -240,7 +251,7 @@ def _build(
             if options.rule == "reference":
                 h = reference.hyper(b1, b2, eps, count)
                 return _reference(gradients, parameters, leaves, words, h, rate, decays, apply)
-            book = update.Codebook(words, search_table(words))
+            book = update.codebook(words, options.codec)
             tails = [update.Tail(rate, decay, apply) for decay in decays]
             h = update.hyper(b1, b2, eps, count)
             return implementation.step(requested, gradients, parameters, leaves, book, h, tails)
@@ -269,7 +280,7 @@ def init_state(params: Any, decisions: list[LeafPlan], options: Options, words: 
     """Fresh state for decided leaves, placed like the parameters."""
     parameters = jax.tree.leaves(params)
     leaves = [_fresh_leaf(p, decision, options) for p, decision in zip(parameters, decisions)]
-    words = codebook.prior_codebook(options.bits) if words is None else words
+    words = initial_codebook(options) if words is None else words
     place = replicated(parameters)
     return GefenState(
         count=place(np.zeros((), np.int32)),

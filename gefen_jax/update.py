@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from gefen_jax import quantization, tiling
-from gefen_jax.quantization import SearchTable
+from gefen_jax.quantization import Companding, SearchTable
 from gefen_jax.sharding import max_over, mean_over
 
 Scalar = jax.Array | float
@@ -77,10 +77,16 @@ class Tail(NamedTuple):
 
 
 class Codebook(NamedTuple):
-    """The words and what finds the nearest of them."""
+    """The words and what finds the code of a number."""
 
     words: jax.Array
-    table: SearchTable
+    table: SearchTable | Companding
+
+
+def codebook(words: jax.Array, codec: str) -> Codebook:
+    """The `Codebook` of float32 words, for codec "table" or "companding"."""
+    finds = quantization.companding if codec == "companding" else quantization.search_table
+    return Codebook(words, finds(words))
 
 
 def bias_correction(b: Scalar, count: jax.Array) -> jax.Array:
@@ -147,7 +153,7 @@ def first_moment(g: jax.Array, codes: jax.Array, scale: jax.Array, words: jax.Ar
 
 
 def requantize(
-    m: jax.Array, reduce: tuple[int, ...], table: SearchTable, like: jax.Array
+    m: jax.Array, reduce: tuple[int, ...], table: SearchTable | Companding, like: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Codes and scale of ``m``, with one block along the axes ``reduce``; ``like`` is the old scale."""
     scale = max_over(jnp.abs(m), reduce, like=like)

@@ -55,6 +55,7 @@ def contenders() -> list[Contender]:
     """AdamW first, then Gefen's forms."""
     adamw = optax.adamw(1e-3)
     default, block = gefen(1e-3), gefen(1e-3, second_moment="block")
+    companding = gefen(1e-3, second_moment="block", codec="companding")
     whole = gefen(1e-3, implementation="jnp")
     return [
         Contender("adamw", adamw.init, _update_form(adamw)),
@@ -62,6 +63,7 @@ def contenders() -> list[Contender]:
         Contender("gefen update", default.init, _update_form(default)),
         Contender("gefen whole arrays", whole.init, _update_form(whole)),
         Contender("gefen block apply", block.init, _apply_form(block)),
+        Contender("gefen block companding apply", companding.init, _apply_form(companding), (0.8, 1.3, 6.0)),
     ]
 
 
