@@ -142,7 +142,9 @@ def test_doctor_reports_a_backend_that_does_not_start(monkeypatch):
 def test_the_commit_is_that_of_the_packages_own_checkout(monkeypatch, tmp_path):
     found = machine.commit()
     assert found is None or len(found.removesuffix("-dirty")) == 40
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)  # somebody's repository around an installation
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=A", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "init", "-q"], check=True)  # somebody's repository around an installation
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
     package = tmp_path / "site-packages" / "gefen_jax"
     package.mkdir(parents=True)
     monkeypatch.setattr(machine.gefen_jax, "__file__", str(package / "__init__.py"))
