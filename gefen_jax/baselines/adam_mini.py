@@ -95,6 +95,7 @@ def scale_by_adam_mini(
       {'mlp': {'kernel': (1, 6)}, 'query': {'kernel': (1, 2, 1)}}
     """
     leafwise.check_hyperparameters(b1, b2, eps)
+    leafwise.check_pattern("scanned", scanned)
     check_rules(rules)
 
     def shared(path: Any, leaf: jax.Array) -> Sharing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -132,6 +133,22 @@ def check_min_size(min_size: int | None, default: int = 4096) -> int:
             'with optax.inject_hyperparams pass static_args=("min_size",)'
         )
     return min_size
+
+
+def check_pattern(name: str, pattern: str | None) -> None:
+    """Refuses what is neither ``None`` nor a regular expression.
+
+    Raises:
+      TypeError, ValueError: name the argument.
+    """
+    if pattern is None:
+        return
+    if not isinstance(pattern, str):
+        raise TypeError(f"{name} must be a regular expression searched in leaf paths, found {type(pattern).__name__}")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{name} {pattern!r} is not a regular expression: {error}") from error
 
 
 def _check_floating(path: str, leaf: Any, what: str) -> None:

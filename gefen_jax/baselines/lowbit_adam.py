@@ -61,8 +61,7 @@ def scale_by_lowbit_adam(
       full_precision: regular expression; leaves in whose path it is found keep float32 moments.
     """
     leafwise.check_hyperparameters(b1, b2, eps)
-    if full_precision is not None:
-        re.compile(full_precision)
+    leafwise.check_pattern("full_precision", full_precision)
     smallest = leafwise.check_min_size(min_size)
 
     def init_leaf(path: Any, p: jax.Array) -> _Leaf:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from gefen_jax.baselines.leafwise import check_pattern
+
 
 class Rule(NamedTuple):
     """Which axes of a parameter keep second moments of their own.
@@ -51,10 +53,7 @@ class Sharing(NamedTuple):
 def check_rules(rules: tuple[Rule, ...]) -> None:
     """Raises `ValueError`, naming the rule, for a bad regular expression or layout."""
     for rule in rules:
-        try:
-            re.compile(rule.pattern)
-        except re.error as error:
-            raise ValueError(f"rule {rule.pattern!r} is not a regular expression: {error}") from error
+        check_pattern("the pattern of the rule", rule.pattern)
         for layout in rule.layouts.split("|"):
             axes, kept = _parse(layout, rule)
             names = [name for axis in axes for name in axis]

@@ -185,6 +185,8 @@ def test_malformed_layouts_are_refused_at_construction(layouts):
 def test_malformed_pattern_is_refused_at_construction():
     with pytest.raises(ValueError, match=r"rule '\(' is not a regular expression"):
         scale_by_adam_mini(rules=(Rule("(", "... ->"),))
+    with pytest.raises(ValueError, match=r"scanned '\(' is not a regular expression"):
+        scale_by_adam_mini(scanned="(")
 
 
 def test_state_of_other_rules_is_refused():

@@ -303,13 +303,19 @@ class TestQuantisedLeaves:
         np.testing.assert_allclose(updates["embed"], expected["embed"], rtol=2e-5, atol=1e-9)
         assert not np.allclose(updates["other"], expected["other"], rtol=2e-5, atol=1e-9)
 
+    def test_full_precision_must_be_a_regular_expression(self, make):
+        with pytest.raises(ValueError, match=r"full_precision '\(' is not a regular expression"):
+            make(1e-3, full_precision="(")
+        with pytest.raises(TypeError, match=r"full_precision must be a regular expression.*found list"):
+            make(1e-3, full_precision=["embed"])
+
     def test_min_size_as_an_array_is_refused(self, make):
         with pytest.raises(TypeError, match=r"static_args=\(\"min_size\",\)"):
             optax.inject_hyperparams(make)(1e-3, min_size=0).init({"x": jnp.ones(3)})
         optax.inject_hyperparams(make, static_args=("min_size",))(1e-3, min_size=0).init({"x": jnp.ones(3)})
 
 
-@each
+@pytest.mark.parametrize("make", [MINI, adam8bit], ids=["adam_mini", "adam8bit"])
 def test_float64_gradients_are_computed_in_float32(make):
     grads = {"mlp": tree(seed=1)["mlp"]}
     tx = make(1e-2, weight_decay=0.0)
