@@ -110,7 +110,7 @@ def gefen(
         b1,
         b2,
         eps,
-        Step(learning_rate, weight_decay, mask),
+        Step(learning_rate, update.single(weight_decay), mask),
         _options(plan, rule, second_moment, bits, min_size, full_precision, axes, codec),
         plan,
         implementation,
@@ -221,6 +221,7 @@ def _build(
     checks.check_scalar("b2", b2, low=0, below=1, wide=True)
     checks.check_scalar("eps", eps, **({"low": 0} if options.rule == "reference" else {"above": 0}), wide=True)
     implementation.check(requested)
+    b1, b2, eps = (update.single(value) for value in (b1, b2, eps))
 
     def init(params: Any) -> GefenState:
         named = paths.named_leaves(params)

@@ -89,6 +89,17 @@ def codebook(words: jax.Array, codec: str) -> Codebook:
     return Codebook(words, finds(words))
 
 
+def single(value: Scalar) -> Scalar:
+    """A hyper-parameter as Python number or float32 array: NumPy and float64 scalars would widen the state under x64.
+
+    Examples:
+      >>> import numpy as np
+      >>> type(single(np.float64(0.5))).__name__, single(jnp.asarray(0.5)).dtype.name
+      ('float', 'float32')
+    """
+    return value.astype(jnp.float32) if isinstance(value, jax.Array) else float(value)
+
+
 def bias_correction(b: Scalar, count: jax.Array) -> jax.Array:
     """1 - b^count in float32 without cancellation, for count >= 1.
 
