@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 Shape = tuple[int, ...]
 
-TILE = 4096
-"""Elements of a tile of row runs: 16 per thread at 8 warps."""
-TALL_TILE = 2048
-"""The same for cells of several rows, which need more registers."""
+TILE = 2048
+"""Elements of a tile: 8 per thread at 8 warps, in 64 registers. Half of it where accesses are scalar."""
+REPEAT = 4
+"""Tiles that a program finishes one after the other: what it prepares serves all of them."""
 STRIP = 1 << 20
 """Most elements that one program may walk alone: beyond, too few programs are left to fill a device."""
 LIMIT = 2**31 - 1
@@ -99,6 +99,7 @@ class Cut(NamedTuple):
       strip_rows: STRIPS: cells above each other that share a second moment.
       strip_columns: STRIPS: cells beside each other that share it.
       batch_rows: FACTORED: rows of one batch entry.
+      repeat: ONCE: tiles that a program finishes one after the other.
     """
 
     kind: TileClass
@@ -111,6 +112,7 @@ class Cut(NamedTuple):
     strip_rows: int = 1
     strip_columns: int = 1
     batch_rows: int = 1
+    repeat: int = 1
 
     @property
     def batch(self) -> int:
@@ -123,9 +125,10 @@ def plan_leaf(leaf: LeafShape) -> Cut | str:
 
     Examples:
       >>> ones = (1, 1)
-      >>> found = plan_leaf(LeafShape((768, 3072), (768, 3072), (768, 12), (768, 1), (1, 3072), False, *["float32"] * 2))
-      >>> found.kind.x, found.kind.z, found.programs
-      (16, 256, 576)
+      >>> shape, dtypes = (768, 3072), ["float32"] * 2
+      >>> found = plan_leaf(LeafShape(shape, shape, (768, 12), (768, 1), (1, 3072), False, *dtypes))
+      >>> found.kind.x, found.kind.z, found.programs, found.repeat
+      (8, 256, 288, 4)
       >>> plan_leaf(LeafShape((64, 15), (32, 15), (1, 15), (1, 15), ones, False, "float32", "float32"))
       'its 4-bit codes share bytes along an axis that is not the last'
     """
@@ -191,9 +194,7 @@ def _factored_rows(leaf: LeafShape, axis: int) -> int | None:
     return math.prod(rows) // batch
 
 
-def _combine(
-    height: int, width: int, block: Shape, second: Shape, packed: bool, codes: tuple[int, ...]
-) -> Cut | str:
+def _combine(height: int, width: int, block: Shape, second: Shape, packed: bool, codes: tuple[int, ...]) -> Cut | str:
     """The cut of a matrix with momentum blocks and second-moment blocks of any two shapes."""
     (a, b), (c, d) = block, second
     if second == block:
@@ -205,7 +206,7 @@ def _combine(
     runs = [rows * columns for rows, columns in (block, second) if rows == 1 or columns == width]
     if len(runs) == 2:
         long, short = max(runs), min(runs)
-        if long % short == 0 and _power(long // short) * _power(short) <= TILE:
+        if long % short == 0 and _power(long // short) * _power(short) <= (TILE if short % 4 == 0 else TILE // 2):
             cell = (long // short, short)
             kind = CELL if runs[1] == long else ROW
             return _cut(height * width // short, short, cell, kind, packed, codes, row_scale=kind == CELL)
@@ -234,24 +235,27 @@ def _cut(
     if packed and b % 2:
         return "two 4-bit codes of different blocks share a byte"
     y, z = _power(a), _power(b)
-    limit = TILE if a == 1 else TALL_TILE
     cells, across = height // a * (width // b), width // b
     loop = STRIPS if strip else ONCE
+    vector = next(v for v in (16, 4, 1) if b % v == 0 and width % v == 0)
+    limit = TILE if vector > 1 else TILE // 2
     if y * z <= limit:
         x = limit // (y * z)
     elif strip or row_scale or second == ROW:
         return f"blocks of {a} x {b} elements within larger ones"
     elif a == 1:
-        x, y, z, loop = 1, 1, TILE, CHUNKS
+        x, y, z, loop = 1, 1, limit, CHUNKS
     elif z <= limit:
         x = min(_power(across), max(32 // z, 1))
         y, loop = limit // (x * z), ROWS
     else:
         return f"blocks of {a} x {b} elements that are no runs"
-    vector = next(v for v in (16, 4, 1) if b % v == 0 and width % v == 0)
     kind = TileClass(0, x, y, z, vector, int(row_scale), second, loop, int(packed), *codes)
-    programs = cells // math.prod(strip) if strip else -(-cells // x)
-    return Cut(kind, programs, cells, across, a, b, width, *(strip or (1, 1)))
+    if strip:
+        return Cut(kind, cells // math.prod(strip), cells, across, a, b, width, *strip)
+    tiles = -(-cells // x)
+    repeat = min(REPEAT, tiles) if loop == ONCE else 1
+    return Cut(kind, -(-tiles // repeat), cells, across, a, b, width, repeat=repeat)
 
 
 def _power(n: int) -> int:

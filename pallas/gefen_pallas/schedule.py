@@ -132,9 +132,10 @@ def step_table(cuts: Sequence[Cut], leaves: Sequence[int], decays: Sequence[int]
         cut = cuts[i]
         factored = cut.kind.second == FACTORED and not cut.kind.exact
         kind = kinds.setdefault(cut.kind, len(kinds))
-        row[:13] = (
+        row[:14] = (
             *(first, kind, crosses if factored else 0, FIRST_DECAY + decays[i], cut.cells, cut.across, cut.rows),
             *(cut.columns, cut.width, cut.strip_rows, cut.strip_columns, cut.batch_rows, means[i] if factored else 0),
+            cut.repeat,
         )
         first += cut.programs
         crosses += factored

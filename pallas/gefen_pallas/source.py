@@ -9,11 +9,9 @@ its own parameter list with a computed index (pointers come first and are 8 byte
 binary). An empty KERNEL selects among all pointers instead: slower, and portable.
 """
 
-# ruff: noqa: B905, N803, N806
 import triton
 import triton.language as tl
 
-BINS = tl.constexpr(4096)
 TINY = tl.constexpr(1.1754944e-38)
 META = tl.constexpr(16)
 
@@ -78,36 +76,34 @@ def _rounded(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _bin(y):
-    return tl.minimum(tl.maximum((y + 1.0) * (BINS / 2), 0.0), BINS - 1.0).to(tl.int32)
+def _tables(words_ptr, WORDS: tl.constexpr, DEPTH: tl.constexpr):
+    """The words, and their decision thresholds as a binary search tree: node i has the children 2 i and 2 i + 1.
 
-
-@triton.jit
-def _tables(words_ptr, WORDS: tl.constexpr):
-    """Words, decision thresholds, and for each bin the code below its threshold and the code above it (8 bits each).
-
-    The thresholds are those of `quantization.thresholds`: the largest float32 that the lower word still gets, found
-    among the neighbours of the midpoint. Made anew by every program: 256 numbers, a histogram and a running sum.
+    The thresholds are those of `quantization.thresholds`: the largest float32 that the lower of two words still gets,
+    found among the neighbours of the midpoint; the second of two equal words (256 have two zeros) gets nothing. Every
+    program makes the tree anew: a few operations per word, and no launch or state of its own. Nodes of one level lie
+    side by side, so that threads that look at different ones seldom meet in a bank of shared memory.
     """
-    i = tl.arange(0, WORDS)
-    lower = tl.load(words_ptr + i)
-    upper = tl.load(words_ptr + tl.minimum(i + 1, WORDS - 1))
+    node = tl.arange(0, WORDS)
+    first = tl.zeros([WORDS], tl.int32) + 1  # first node of the node's level
+    half = tl.zeros([WORDS], tl.int32) + WORDS // 2
+    for level in tl.static_range(1, DEPTH):
+        deeper = node >= 2**level
+        first = tl.where(deeper, 2**level, first)
+        half = tl.where(deeper, WORDS // 2 // 2**level, half)
+    rank = tl.minimum(tl.maximum((2 * (node - first) + 1) * half - 1, 0), WORDS - 2)
+    rank += (tl.load(words_ptr + rank) == tl.load(words_ptr + rank + 1)).to(tl.int32)
+    lower = tl.load(words_ptr + rank)
+    upper = tl.load(words_ptr + tl.minimum(rank + 1, WORDS - 1))
     bits = (lower + (upper - lower) * 0.5).to(tl.int32, bitcast=True)
-    rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ordered like the floats
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
     limit = lower
     for step in tl.static_range(5):
-        near = rank + (step - 2)
+        near = order + (step - 2)
         y = (near ^ ((near >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         kept = (tl.abs(y - lower) <= tl.abs(y - upper)) & (y < upper)
         limit = tl.where(kept, tl.maximum(limit, y), limit)
-    following = tl.gather(limit, tl.minimum(i + 1, WORDS - 1), 0)
-    following = tl.where(i >= WORDS - 2, 1.0, following)
-    limit = tl.where(lower == upper, following, limit)
-    last = i == WORDS - 1
-    inside = tl.histogram(_bin(limit), BINS, mask=i < WORDS - 1)
-    above = tl.cumsum(inside, 0)
-    codes = ((above - inside) | (above << 8)).to(tl.uint16)
-    return lower, tl.where(last, float("inf"), limit), codes
+    return tl.load(words_ptr + node), limit
 
 
 @triton.jit
@@ -116,10 +112,12 @@ def _look(table, index, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr):
 
 
 @triton.jit
-def _encode(y, limits, codes, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr):
-    found = _look(codes, _bin(y), X, Y, Z).to(tl.int32)
-    below = found & 255
-    return tl.where(y > _look(limits, below, X, Y, Z), found >> 8, below)
+def _encode(y, tree, WORDS: tl.constexpr, DEPTH: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr):
+    """The number of thresholds below y: its code."""
+    node = tl.zeros([X, Y, Z], tl.int32) + 1
+    for _ in tl.static_range(DEPTH):
+        node = 2 * node + (y > _look(tree, node, X, Y, Z)).to(tl.int32)
+    return node - WORDS
 
 
 @triton.jit
@@ -135,7 +133,8 @@ def _load_codes(mu, start, z, mask_row, b, PACKED: tl.constexpr, X: tl.constexpr
 
 
 @triton.jit
-def _store_codes(mu, start, z, mask_row, b, code, PACKED: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr):
+def _store_codes(mu, start, z, mask_row, b, code, PACKED: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
+                 Z: tl.constexpr):
     pointer = tl.multiple_of(mu.to(tl.pointer_type(tl.uint8), bitcast=True), 16)
     if PACKED:
         half = tl.arange(0, Z // 2)[None, None, :]
@@ -169,7 +168,7 @@ def _finish(direction, gradient, parameter, offset, mask, decay, rate, GD: tl.co
 def _exact(a, t, row, hyper, X: tl.constexpr, V: tl.constexpr, GD: tl.constexpr, PD: tl.constexpr,
            READS: tl.constexpr, APPLY: tl.constexpr):
     """Adam itself for X elements."""
-    gradient, parameter, mu, scale, nu, cross = a
+    gradient, parameter, mu, _, nu, _ = a
     n = (tl.load(row + 4) // V) * V
     o = t * X + tl.arange(0, X)
     mask = o < n
@@ -203,9 +202,10 @@ def _max(x, ROW_SCALE: tl.constexpr):
 
 
 @triton.jit
-def _cells(a, t, row, hyper, mean, words, limits, codes, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr,
+def _cells(a, t, row, hyper, mean, words, limits, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr,
            V: tl.constexpr, ROW_SCALE: tl.constexpr, SECOND: tl.constexpr, LOOP: tl.constexpr, PACKED: tl.constexpr,
-           GD: tl.constexpr, PD: tl.constexpr, READS: tl.constexpr, APPLY: tl.constexpr):
+           GD: tl.constexpr, PD: tl.constexpr, READS: tl.constexpr, APPLY: tl.constexpr, WORDS: tl.constexpr,
+           DEPTH: tl.constexpr):
     """The step of a program's cells."""
     gradient, parameter, mu, scale_, nu_, cross_ = a
     scale, nu, cross = _f32(scale_), _f32(nu_), _f32(cross_)
@@ -252,7 +252,8 @@ def _cells(a, t, row, hyper, mean, words, limits, codes, X: tl.constexpr, Y: tl.
     elif LOOP == CHUNKS:
         trips = tl.cdiv(b, Z)
     else:
-        trips = 1
+        repeat = tl.load(row + 13)
+        trips = tl.minimum(repeat, tl.cdiv(cells - t * (repeat * X), X))
 
     if LOOP == ROWS or LOOP == CHUNKS:  # first the statistics of the whole cell
         cell = t * X + x
@@ -297,6 +298,8 @@ def _cells(a, t, row, hyper, mean, words, limits, codes, X: tl.constexpr, Y: tl.
             here = q < tall * wide
         else:
             cell = t * X + x
+            if LOOP == ONCE:
+                cell = (t * repeat + j) * X + x
             cell_row, cell_column = cell // across, cell % across
             here = cell < cells
             if LOOP == ROWS:
@@ -319,7 +322,7 @@ def _cells(a, t, row, hyper, mean, words, limits, codes, X: tl.constexpr, Y: tl.
         if LOOP == ONCE or LOOP == STRIPS:
             new = _max(tl.abs(m), ROW_SCALE)
             tl.store(scale + which_scale, new, mask=scale_mask)
-        code = _encode(m * _inverse(new), limits, codes, X, Y, Z)
+        code = _encode(m * _inverse(new), limits, WORDS, DEPTH, X, Y, Z)
         _store_codes(mu, start, z, mask_row, b - shift, code, PACKED, X, Y, Z)
 
         if SECOND == FULL:
@@ -390,15 +393,15 @@ def gefen_step(gradients, parameters, mus, scales, nus, crosses, mean, words_ptr
         cross = nu
     a = (gradient, parameter, mu, scale, nu, cross)
     if QUANTISED:
-        words, limits, codes = _tables(words_ptr, WORDS)
+        words, limits = _tables(words_ptr, WORDS, 8 if WORDS == 256 else 4)
     for j in tl.static_range(len(CLASSES)):
         if kind == j:
             if CLASSES[j][0] == 1:
                 _exact(a, t, row, hyper, CLASSES[j][1], CLASSES[j][4], CLASSES[j][9], CLASSES[j][10], READS, APPLY)
             else:
-                _cells(a, t, row, hyper, mean, words, limits, codes, CLASSES[j][1], CLASSES[j][2], CLASSES[j][3],
+                _cells(a, t, row, hyper, mean, words, limits, CLASSES[j][1], CLASSES[j][2], CLASSES[j][3],
                        CLASSES[j][4], CLASSES[j][5], CLASSES[j][6], CLASSES[j][7], CLASSES[j][8], CLASSES[j][9],
-                       CLASSES[j][10], READS, APPLY)
+                       CLASSES[j][10], READS, APPLY, WORDS, 8 if WORDS == 256 else 4)
 
 
 @triton.jit
@@ -442,26 +445,26 @@ def gefen_sums(gradients, nus, crosses, counters, hyper, meta, starts, row_sums,
     if tl.atomic_add(counter + batch * down + i, 1, sem="acq_rel", scope="gpu") == along - 1:
         tl.debug_barrier()
         total = tl.zeros([T], tl.float32)
-        for k in range(along):
-            total += tl.load(rows + (batch * along + k) * height + r, mask=r < height, other=0.0, cache_modifier=".cg")
-        place = nu + batch.to(tl.int64) * height + r
-        v = b2 * tl.load(place, mask=r < height, other=0.0) + w2 * (total / width.to(tl.float32))
-        tl.store(place, v, mask=r < height)
+        for s in range(along):
+            total += tl.load(rows + (batch * along + s) * height + r, mask=r < height, other=0.0, cache_modifier=".cg")
+        old = nu + batch.to(tl.int64) * height + r
+        v = b2 * tl.load(old, mask=r < height, other=0.0) + w2 * (total / width.to(tl.float32))
+        tl.store(old, v, mask=r < height)
         tl.store(stripes + i, tl.sum(tl.where(r < height, v, 0.0), 0))
         tl.debug_barrier()
         whole = counter + batches * (down + along) + batch
         if tl.atomic_add(whole, 1, sem="acq_rel", scope="gpu") == down - 1:
             tl.debug_barrier()
             sums = tl.zeros([T], tl.float32)
-            for k in range(0, down, T):
-                s = k + tl.arange(0, T)
-                sums += tl.load(stripes + s, mask=s < down, other=0.0, cache_modifier=".cg")
+            for q in range(0, down, T):
+                place = q + tl.arange(0, T)
+                sums += tl.load(stripes + place, mask=place < down, other=0.0, cache_modifier=".cg")
             tl.store(means, tl.sum(sums, 0) / height.to(tl.float32))
     if tl.atomic_add(counter + batches * down + batch * along + j, 1, sem="acq_rel", scope="gpu") == down - 1:
         tl.debug_barrier()
         total = tl.zeros([T], tl.float32)
-        for k in range(down):
-            total += tl.load(columns + (batch * down + k) * width + c, mask=c < width, other=0.0, cache_modifier=".cg")
+        for s in range(down):
+            total += tl.load(columns + (batch * down + s) * width + c, mask=c < width, other=0.0, cache_modifier=".cg")
         place = cross + batch.to(tl.int64) * width + c
         v = b2 * tl.load(place, mask=c < width, other=0.0) + w2 * (total / height.to(tl.float32))
         tl.store(place, v, mask=c < width)

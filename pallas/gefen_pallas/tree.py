@@ -94,7 +94,7 @@ def step(
         parameters = targets if apply else {i: leaves[i].parameter for i in group}
         columns = [
             tuple(column[i] for i in table.leaves)
-            for column in (gradients, parameters if reads else {i: None for i in group}, mus, scales, nus)
+            for column in (gradients, parameters if reads else dict.fromkeys(group), mus, scales, nus)
         ]
         if not reads:
             columns[1] = ()
