@@ -9,9 +9,9 @@ from gefen_jax.diagnose import diagnose as diagnose
 from gefen_jax.explain import blocks as blocks
 from gefen_jax.explain import explain as explain
 from gefen_jax.learn import learn_plan as learn_plan
+from gefen_jax.placement import state_sharding as state_sharding
 from gefen_jax.plan import LeafPlan as LeafPlan
 from gefen_jax.plan import Plan as Plan
-from gefen_jax.sharding import state_sharding as state_sharding
 from gefen_jax.state import GefenState as GefenState
 from gefen_jax.transform import gefen as gefen
 from gefen_jax.transform import scale_by_gefen as scale_by_gefen

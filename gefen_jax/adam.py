@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from gefen_jax import moments, paths, state
 from gefen_jax.plan import LeafPlan, Options
+from gefen_jax.sharding import automatic, fit_spec
 from gefen_jax.state import GefenState, decisions
 from gefen_jax.update import Leaf
 
@@ -25,7 +27,8 @@ def from_adam_state(adam_state: Any, opt_state: Any) -> Any:
     Returns:
       ``opt_state`` with every Gefen state holding Adam's moments and step count. Each first moment is within half a
       codebook gap times its block's maximum of Adam's; second moments become means of their block, row and column.
-      Everything else in ``opt_state`` is left alone.
+      Optax's schedules go on at that step count too. Everything else in ``opt_state`` is left alone: gradients
+      accumulated by `optax.MultiSteps` are not carried over.
 
     Raises:
       ValueError: if either holds no such state, or a parameter has no Adam moments of its shape.
@@ -45,9 +48,7 @@ def from_adam_state(adam_state: Any, opt_state: Any) -> Any:
         for (path, mu), nu in zip(paths.named_leaves(adam.mu), jax.tree.leaves(adam.nu))
     }
 
-    def fill(node: Any) -> Any:
-        if not isinstance(node, GefenState):
-            return node
+    def fill(node: GefenState) -> GefenState:
         leaves, count = [], node.count
         words = state.known_format(node, "from_adam_state")
         for (path, decision), leaf in zip(decisions(node, words).items(), node.leaves()):
@@ -56,9 +57,11 @@ def from_adam_state(adam_state: Any, opt_state: Any) -> Any:
             mu, nu, count = kept[path]
             _check_shape("from_adam_state", path, mu, decision)
             leaves.append(leaf if 0 in mu.shape else _encode(mu, nu, leaf, decision, node.codebook, words))
-        return node.with_leaves(leaves, count=jnp.asarray(count, jnp.int32))
+        return node.with_leaves(leaves, count=_counted(count))
 
-    return _map_nodes(fill, opt_state, GefenState, "from_adam_state: no Gefen state in the state to fill")
+    if not any(_is_gefen(node) for node in jax.tree.leaves(opt_state, is_leaf=_is_gefen)):
+        raise ValueError("from_adam_state: no Gefen state in the state to fill")
+    return _fill(opt_state, GefenState, fill, adams[0].count)
 
 
 def to_adam_state(opt_state: Any, adam_state: Any) -> Any:
@@ -70,7 +73,7 @@ def to_adam_state(opt_state: Any, adam_state: Any) -> Any:
 
     Returns:
       ``adam_state`` with decoded first moments, second moments (blocks and factors spread over their elements), and the
-      step count, also in the states of schedules. Dtypes are those of ``adam_state``.
+      step count, also in Optax's schedules. Dtypes and placement are those of ``adam_state``.
 
     Raises:
       ValueError: if either holds no such state, or a parameter has no Gefen moments of its shape.
@@ -92,40 +95,72 @@ def to_adam_state(opt_state: Any, adam_state: Any) -> Any:
         for (path, decision), leaf in zip(decisions(node, words).items(), node.leaves()):
             kept[path] = (leaf, decision, node)
 
-    def fill(node: Any) -> Any:
-        if isinstance(node, optax.ScaleByScheduleState):
-            return node._replace(count=nodes[0].count)
-        if not isinstance(node, optax.ScaleByAdamState):
-            return node
-        mus, nus = [], []
+    def fill(node: optax.ScaleByAdamState) -> optax.ScaleByAdamState:
+        mus, nus, count = [], [], node.count
         for (path, mu), nu in zip(paths.named_leaves(node.mu), jax.tree.leaves(node.nu)):
             if path not in kept:
                 raise ValueError(f"to_adam_state: the Gefen state has no moments of {path!r}")
             leaf, decision, owner = kept[path]
+            count = owner.count
             _check_shape("to_adam_state", path, mu, decision)
-            m, v = (mu, nu) if 0 in mu.shape else moments.decode_moments(leaf, decision, owner.codebook)
-            mus.append(jnp.asarray(m, mu.dtype))
-            nus.append(jnp.asarray(v, nu.dtype))
+            m, v = (mu, nu) if 0 in mu.shape else _decode(leaf, decision, owner.codebook, mu, nu)
+            mus.append(m)
+            nus.append(v)
         tree = jax.tree.structure(node.mu)
-        return node._replace(count=nodes[0].count, mu=tree.unflatten(mus), nu=tree.unflatten(nus))
+        return node._replace(count=_counted(count), mu=jax.tree.unflatten(tree, mus), nu=jax.tree.unflatten(tree, nus))
 
-    kinds = (optax.ScaleByAdamState, optax.ScaleByScheduleState)
     _adam_states(adam_state)
-    return _map_nodes(fill, adam_state, kinds, "to_adam_state: no Adam state in the state to fill")
+    return _fill(adam_state, optax.ScaleByAdamState, fill, nodes[0].count)
 
 
 def _encode(mu: Any, nu: Any, leaf: Leaf, decision: LeafPlan, words: jax.Array, format: state.Format) -> Leaf:
-    statistic = leaf.nu.dtype if format.rule == "reference" else jnp.float32
+    statistic = leaf.nu.dtype if format.rule == "reference" else jnp.dtype(jnp.float32)
+    encoding = Options(format.rule, bits=format.bits, codec=format.codec)
+    return _encoder(decision, encoding, statistic, _mesh_sharding(leaf.mu) or _mesh_sharding(mu))(mu, nu, words)
 
-    def encode(m: jax.Array, v: jax.Array) -> Leaf:
+
+@functools.lru_cache(maxsize=1024)
+def _encoder(decision: LeafPlan, encoding: Options, statistic: Any, home: NamedSharding | None) -> Any:
+    """Adam's moments of a leaf as Gefen's, compiled once for all leaves of a kind."""
+
+    def encode(m: jax.Array, v: jax.Array, words: jax.Array) -> Leaf:
         m, v = m.astype(jnp.float32), v.astype(jnp.float32)
-        encoding = Options(format.rule, bits=format.bits, codec=format.codec)
         return moments.encode_moments(m, v, decision, words, encoding, statistic)
 
-    placed = None
-    if isinstance(leaf.mu, jax.Array) and isinstance(leaf.mu.sharding, NamedSharding):
-        placed = jax.tree.map(lambda x: x.sharding, leaf)
-    return jax.jit(encode, out_shardings=placed)(mu, nu)
+    if home is None:
+        return jax.jit(encode)
+    placed = Leaf(*(fit_spec(x, home) for x in (state.mu_shape(decision, encoding.bits), *decision.statistics())))  # type: ignore[arg-type]
+    return jax.jit(functools.partial(automatic, encode, out_sharding=placed), out_shardings=placed)
+
+
+def _decode(leaf: Leaf, decision: LeafPlan, words: jax.Array, mu: Any, nu: Any) -> tuple[jax.Array, jax.Array]:
+    home = _mesh_sharding(mu) or _mesh_sharding(leaf.mu)
+    return _decoder(decision, jnp.dtype(mu.dtype), jnp.dtype(nu.dtype), home)(leaf, words)
+
+
+@functools.lru_cache(maxsize=1024)
+def _decoder(decision: LeafPlan, mu: Any, nu: Any, home: NamedSharding | None) -> Any:
+    """Gefen's moments of a leaf as Adam's in these dtypes, compiled once for all leaves of a kind."""
+
+    def decode(leaf: Leaf, words: jax.Array) -> tuple[jax.Array, jax.Array]:
+        m, v = moments.decode_moments(leaf, decision, words)
+        return m.astype(mu), v.astype(nu)
+
+    if home is None:
+        return jax.jit(decode)
+    placed = (fit_spec(decision.shape, home),) * 2
+    return jax.jit(functools.partial(automatic, decode, out_sharding=placed), out_shardings=placed)
+
+
+def _mesh_sharding(x: Any) -> NamedSharding | None:
+    """Where ``x`` lies on a mesh; None for other arrays, of NumPy too."""
+    placed = getattr(x, "sharding", None)
+    return placed if isinstance(placed, NamedSharding) else None
+
+
+def _counted(count: Any) -> jax.Array:
+    """A copy of a step count: states that share a buffer cannot both be donated."""
+    return jnp.array(count, jnp.int32, copy=True)
 
 
 def _check_shape(who: str, path: str, mu: Any, decision: LeafPlan) -> None:
@@ -148,9 +183,31 @@ def _adam_states(tree: Any) -> list[optax.ScaleByAdamState]:
     return found
 
 
-def _map_nodes(function: Any, tree: Any, kinds: Any, missing: str) -> Any:
-    """``function`` of every node of these kinds; an error if there is none."""
-    nodes, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, kinds))
-    if not any(isinstance(node, kinds) for node in nodes):
-        raise ValueError(missing)
-    return structure.unflatten([function(node) for node in nodes])
+def _fill(tree: Any, kind: type, fill: Any, count: Any) -> Any:
+    """``tree`` with its nodes of one kind filled, and the step counts of Optax's schedules set."""
+
+    def visit(node: Any) -> Any:
+        if isinstance(node, kind):
+            return fill(node)
+        if _is_schedule(node):
+            return node._replace(count=_counted(count))
+        if _is_injected(node):
+            counts = jax.tree.map(walk, node.hyperparams_states, is_leaf=_is_schedule)
+            return node._replace(count=_counted(count), hyperparams_states=counts, inner_state=walk(node.inner_state))
+        return node
+
+    def walk(part: Any) -> Any:
+        of_interest = lambda node: isinstance(node, kind) or _is_schedule(node) or _is_injected(node)  # noqa: E731
+        return jax.tree.map(visit, part, is_leaf=of_interest)
+
+    return walk(tree)
+
+
+def _is_schedule(node: Any) -> bool:
+    """Whether a state is a step count and nothing else."""
+    return getattr(node, "_fields", None) == ("count",)
+
+
+def _is_injected(node: Any) -> bool:
+    """Whether a state is that of `optax.inject_hyperparams`."""
+    return {"count", "hyperparams_states", "inner_state"} <= set(getattr(node, "_fields", ()))

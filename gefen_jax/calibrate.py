@@ -16,7 +16,7 @@ from gefen_jax import checks, learn, moments, paths, state
 from gefen_jax.learn import Progress, Request
 from gefen_jax.plan import LeafPlan, Options, Plan
 from gefen_jax.reasons import EMPTY
-from gefen_jax.sharding import fit_spec
+from gefen_jax.sharding import automatic, fit_spec
 from gefen_jax.state import Format, GefenState, decisions, leaf_plan
 from gefen_jax.update import Leaf
 
@@ -246,5 +246,5 @@ def _converter(
 
     if sharding is None:
         return jax.jit(convert)
-    shapes = (state.mu_shape(new, encoding.bits), *new.statistics())
-    return jax.jit(convert, out_shardings=Leaf(*(fit_spec(shape, sharding) for shape in shapes)))  # type: ignore[arg-type]
+    placed = Leaf(*(fit_spec(x, sharding) for x in (state.mu_shape(new, encoding.bits), *new.statistics())))  # type: ignore[arg-type]
+    return jax.jit(functools.partial(automatic, convert, out_sharding=placed), out_shardings=placed)

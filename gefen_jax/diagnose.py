@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gefen_jax import codebook, paths, quantization, tiling, update
+from gefen_jax import codebook, paths, quantization, sharding, tiling, update
 from gefen_jax.quantization import BINS
 from gefen_jax.state import GefenState
 from gefen_jax.update import Leaf
@@ -67,7 +67,7 @@ def diagnose(grads: Any, opt_state: Any, *, b1: float = 0.9, b2: float = 0.999, 
       `Diagnostics`. It costs about one more optimizer step.
 
     Raises:
-      ValueError: if there is no Gefen state, or a gradient is missing.
+      ValueError: if there is no Gefen state, a gradient is missing, or gradients are shards inside `jax.shard_map`.
 
     Examples:
       >>> from gefen_jax import gefen
@@ -88,8 +88,14 @@ def diagnose(grads: Any, opt_state: Any, *, b1: float = 0.9, b2: float = 0.999, 
         for path, leaf in zip(paths.names(node.mu), node.leaves()):
             if path not in gradients:
                 raise ValueError(f"diagnose: there is no gradient for {path!r}, which the optimizer state holds")
-            if gradients[path].size:
-                found[path], seen = _leaf(gradients[path], leaf, book, h)
+            g = gradients[path]
+            if sharding.varying(g):
+                raise ValueError(
+                    f"diagnose: the gradient of {path!r} is a shard inside shard_map: call diagnose outside of it, on "
+                    "whole arrays"
+                )
+            if g.size:
+                found[path], seen = sharding.automatic(_leaf, g, leaf, book, h)
                 counts = counts + seen
     return Diagnostics(found, counts, nodes[0].codebook)
 
@@ -99,7 +105,7 @@ def _leaf(g: jax.Array, leaf: Leaf, book: update.Codebook, h: update.Hyper) -> t
     zero = jnp.float32(0)
     rms = jnp.sqrt(jnp.mean(d * d))
     if update.is_exact(leaf.mu):
-        return LeafDiagnostics(rms, zero, zero, zero), 0.0
+        return LeafDiagnostics(rms, zero, zero, zero), zero
     view = tiling.view(g.shape, leaf.mu_scale.shape)
     blocked = lambda x: x.reshape(view.elements)  # noqa: E731
     old, codes = (_codes(g.shape, x.mu) for x in (leaf, new))

@@ -111,111 +111,69 @@ def by_mesh(
     Returns:
       (outputs, new leaves), in the order of the columns.
     """
+    found = [explicit_sharding(g) or explicit_sharding(leaf.mu) for g, leaf in zip(columns[0], columns[2])]
+    some = next((home for home in found if home is not None), None)
+    # Arrays that are nowhere go where the others are.
+    homes = [] if some is None else [home or NamedSharding(some.mesh, PartitionSpec()) for home in found]
     groups: dict[Any, list[int]] = {}
     for i, g in enumerate(columns[0]):
-        groups.setdefault(_home(g), []).append(i)
-    if len(groups) == 1 and explicit_sharding(columns[0][0]) is None or not groups:
+        groups.setdefault(homes[i].mesh if homes else _devices(g), []).append(i)
+    if len(groups) <= 1 and some is None:
         return step(*columns, shared)
     outputs, leaves = [None] * len(columns[0]), [None] * len(columns[0])
     for members in groups.values():
         part = tuple([column[i] for i in members] for column in columns)
-        some, new = _on_one_mesh(step, part, shared, [like[i] for i in members])
-        for i, output, leaf in zip(members, some, new):
+        here = _at(shared, part[0][0])
+        if not homes:
+            some_outputs, new = step(*part, here)
+        else:
+            placed = [explicit_sharding(like[i]) or homes[i] for i in members]
+            states = [type(leaf)(*(fit_spec(x.shape, homes[i]) for x in leaf)) for i, leaf in zip(members, part[2])]
+            some_outputs, new = automatic(step, *part, here, out_sharding=(placed, states))
+        for i, output, leaf in zip(members, some_outputs, new):
             outputs[i], leaves[i] = output, leaf
     return outputs, leaves
 
 
-def _home(g: Any) -> Any:
-    """What the leaves of one group share: an explicit mesh, or the devices of a concrete array."""
-    explicit = explicit_sharding(g)
-    if explicit is not None:
-        return explicit.mesh
+def _devices(g: Any) -> Any:
+    """The devices that a concrete array is bound to."""
     if isinstance(g, jax.Array) and not isinstance(g, jax.core.Tracer) and g.committed:
-        return tuple(sorted(device.id for device in g.sharding.device_set))
+        return frozenset(g.sharding.device_set)
     return None
 
 
-def _on_one_mesh(step: Callable[..., Any], columns: tuple[list[Any], ...], shared: Any, like: list[Any]) -> Any:
-    first = columns[0][0]
-    if not isinstance(first, jax.core.Tracer) and isinstance(first.sharding, NamedSharding):
-        everywhere = NamedSharding(first.sharding.mesh, PartitionSpec())
-        shared = jax.tree.map(lambda x: jax.device_put(x, everywhere) if isinstance(x, jax.Array) else x, shared)
-    if explicit_sharding(first) is None:
-        return step(*columns, shared)
-    outputs = [explicit_sharding(x) for x in like]
-    states = [
-        type(leaf)(*(fit_spec(x.shape, explicit_sharding(g)) for x in leaf))  # type: ignore[arg-type]
-        for g, leaf in zip(columns[0], columns[2])
-    ]
-    flat, tree = jax.tree.flatten((columns, shared))
+def _at(tree: Any, g: Any) -> Any:
+    """The concrete arrays of ``tree`` on the mesh that a concrete ``g`` lives on."""
+    if isinstance(g, jax.core.Tracer) or not isinstance(getattr(g, "sharding", None), NamedSharding):
+        return tree
+    everywhere = NamedSharding(g.sharding.mesh, PartitionSpec())
+    return jax.tree.map(lambda x: jax.device_put(x, everywhere) if isinstance(x, jax.Array) else x, tree)
+
+
+def automatic(function: Callable[..., Any], *arguments: Any, out_sharding: Any = None) -> Any:
+    """``function(*arguments)``, in automatic mode if any of the arrays in them lies on an explicit mesh.
+
+    Args:
+      function: from trees of arrays (and anything else) to a tree of arrays.
+      *arguments: its arguments.
+      out_sharding: of the results, or a prefix of their tree; None: replicated.
+    """
+    flat, tree = jax.tree.flatten(arguments)
     arrays = [i for i, x in enumerate(flat) if isinstance(x, jax.Array)]
+    first = next((flat[i] for i in arrays if explicit_sharding(flat[i]) is not None), None)
+    if first is None:
+        return function(*arguments)
 
     def inner(*values: Any) -> Any:
         filled = list(flat)
         for i, value in zip(arrays, values):
             filled[i] = value
-        columns, shared = tree.unflatten(filled)
-        return step(*columns, shared)
+        return function(*jax.tree.unflatten(tree, filled))
 
-    return jax.sharding.auto_axes(inner, out_sharding=(outputs, states))(*(flat[i] for i in arrays))
-
-
-def state_sharding(abstract_state: Any, param_shardings: Any, memory_kind: str | None = None) -> Any:
-    """Shardings for an optimizer state, from those of the parameters.
-
-    Works for any nesting of Optax wrappers and any optimizer: an array whose path ends with a parameter's path follows
-    that parameter, without the mesh axes that do not divide its shape; everything else is replicated.
-
-    Args:
-      abstract_state: ``jax.eval_shape(tx.init, params)``, or a state.
-      param_shardings: tree like the parameters, of `jax.sharding.NamedSharding`.
-      memory_kind: such as "pinned_host", for all of the state; None leaves the parameters' own.
-
-    Returns:
-      A tree of `NamedSharding` with the structure of ``abstract_state``: for ``out_shardings``, `jax.device_put`, or a
-      checkpoint's restore template.
-
-    Raises:
-      TypeError: if ``param_shardings`` holds anything but `NamedSharding`.
-
-    Examples:
-      >>> import optax
-      >>> mesh = jax.make_mesh((1,), ("data",))
-      >>> params = {"w": jnp.zeros((8, 4))}
-      >>> wanted = state_sharding(
-      ...     jax.eval_shape(optax.adam(1e-3).init, params), {"w": NamedSharding(mesh, PartitionSpec("data"))}
-      ... )
-      >>> wanted[0].mu["w"].spec[0], len(wanted[0].count.spec)
-      ('data', 0)
-    """
-    is_leaf = lambda node: isinstance(node, jax.sharding.Sharding)  # noqa: E731
-    named = jax.tree_util.tree_leaves_with_path(param_shardings, is_leaf=is_leaf)
-    by_path: dict[tuple[str, ...], NamedSharding] = {}
-    for path, sharding in named:
-        if not isinstance(sharding, NamedSharding):
-            raise TypeError(
-                f"state_sharding: expected a NamedSharding for {jax.tree_util.keystr(path)}, found "
-                f"{type(sharding).__name__}"
-            )
-        by_path[_keys(path)] = sharding
-    if not by_path:
-        raise ValueError("state_sharding: there are no parameter shardings")
-    mesh = next(iter(by_path.values())).mesh
-
-    def place(path: Any, leaf: Any) -> NamedSharding:
-        keys = _keys(path)
-        owner = next((by_path[keys[i:]] for i in range(len(keys) + 1) if keys[i:] in by_path), None)
-        if owner is None or (keys and keys[-1] in ("count", "format", "codebook") and keys[-1:] not in by_path):
-            kind = next(iter(by_path.values())).memory_kind
-            sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
-        else:
-            sharding = fit_spec(tuple(leaf.shape), owner)
-        return sharding if memory_kind is None else sharding.with_memory_kind(memory_kind)
-
-    return jax.tree_util.tree_map_with_path(place, abstract_state)
-
-
-def _keys(path: Any) -> tuple[str, ...]:
-    """A key path as strings, without the ``value`` of boxes and variables."""
-    keys = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-    return keys[:-1] if keys and keys[-1] == "value" else keys
+    values = [flat[i] for i in arrays]
+    if not isinstance(first, jax.core.Tracer):
+        everywhere = NamedSharding(first.sharding.mesh, PartitionSpec())
+        values = [x if isinstance(x, jax.core.Tracer) or x.committed else jax.device_put(x, everywhere) for x in values]
+    if out_sharding is None:
+        out_sharding = NamedSharding(explicit_sharding(first).mesh, PartitionSpec())  # type: ignore[union-attr]
+    return jax.sharding.auto_axes(inner, out_sharding=out_sharding)(*values)
