@@ -28,6 +28,9 @@ COMMANDS = (
         "bench step", "time, compile time and memory of the step against AdamW", "gefen_jax.lab.bench_step", "demo"
     ),
     Command("bench memory", "bytes of optimizer state on real model shapes", "gefen_jax.lab.bench_memory", "demo"),
+    Command(
+        "bench quality", "train many times: is the loss AdamW's, at AdamW's rate?", "gefen_jax.lab.quality", "demo"
+    ),
     Command("doctor", "show versions, devices and what would run on them", "gefen_jax.lab.doctor"),
 )
 

@@ -60,10 +60,10 @@ def load_text(spec: str = "stdlib") -> Text:
     """Bytes to train and to validate on.
 
     Args:
-      spec: `stdlib` (the Python standard library's own sources, without tests), the path of a file, a glob
-        pattern (`**` allowed; files in sorted order), or `module:callable`. Gzipped files are unpacked. The
-        callable takes no argument and returns bytes, a str, a uint8 array of rank 1, or a pair of those
-        (train, validation).
+      spec: `stdlib` (the Python standard library's own sources, without tests), `pydoc` (0.5 MB of prose: the
+        language reference that Python carries), the path of a file, a glob pattern (`**` allowed; files in
+        sorted order), or `module:callable`. Gzipped files are unpacked. The callable takes no argument and
+        returns bytes, a str, a uint8 array of rank 1, or a pair of those (train, validation).
 
     Returns:
       `Text`. Unless the callable decided, the split is that of `split`: deterministic, and spread over the
@@ -81,6 +81,9 @@ def load_text(spec: str = "stdlib") -> Text:
         data = b"".join(path.read_bytes() for path in files)
         train, validation = split(np.frombuffer(data, np.uint8))
         source = f"{len(files)} source files of Python {sysconfig.get_python_version()}'s standard library"
+    elif spec == "pydoc":
+        train, validation = split(np.frombuffer(language_reference().encode(), np.uint8))
+        source = f"the language reference of Python {sysconfig.get_python_version()}"
     elif is_callable(spec):
         value, source = call(spec), spec
         if isinstance(value, tuple | list) and len(value) == 2:
@@ -134,6 +137,15 @@ def stdlib_sources() -> list[Path]:
     if not files:
         raise DataError(f"data 'stdlib': no .py files below {root}; give the path of a text file")
     return files
+
+
+def language_reference() -> str:
+    """What `help()` shows on the language's topics, in the order of their names."""
+    try:
+        from pydoc_data.topics import topics
+    except ModuleNotFoundError as error:
+        raise DataError("data 'pydoc': this Python comes without pydoc_data; give the path of a text file") from error
+    return "\n\n".join(text for _, text in sorted(topics.items()))
 
 
 def matching_files(spec: str) -> list[Path]:

@@ -21,14 +21,16 @@ from jax.typing import ArrayLike
 
 from gefen_jax.lab.errors import UsageError
 from gefen_jax.lab.language import GPT, GPTConfig, Llama, LlamaConfig
+from gefen_jax.lab.ngrams import NGram, NGramConfig
 from gefen_jax.lab.vision import CNN, MLP, CNNConfig, MLPConfig, ResNet, ResNetConfig
 
-LanguageConfig = GPTConfig | LlamaConfig
+Decoder = GPTConfig | LlamaConfig
+LanguageConfig = Decoder | NGramConfig
 VisionConfig = MLPConfig | CNNConfig | ResNetConfig
 Config = LanguageConfig | VisionConfig
 Params = Any  # a nested dict of arrays
 
-LANGUAGE: dict[str, LanguageConfig] = {
+LANGUAGE: dict[str, Decoder] = {
     "gpt-tiny": GPTConfig(vocab=256, context=32, layers=1, heads=2, width=40),
     "gpt-study": GPTConfig(vocab=256, context=64, layers=3, heads=4, width=96),
     "gpt": GPTConfig(vocab=256, context=128, layers=4, heads=4, width=128),
@@ -53,7 +55,7 @@ LANGUAGE: dict[str, LanguageConfig] = {
 }
 
 
-def preset(name: str) -> LanguageConfig:
+def preset(name: str) -> Decoder:
     """The language model configuration of that name; `UsageError` lists the names there are.
 
     The last three are for `shapes` only: they do not fit a small machine.
@@ -70,6 +72,8 @@ def module(config: Config) -> nn.Module:
             return GPT(config)
         case LlamaConfig():
             return Llama(config)
+        case NGramConfig():
+            return NGram(config)
         case MLPConfig():
             return MLP(config)
         case CNNConfig():

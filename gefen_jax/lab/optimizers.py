@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -19,11 +20,7 @@ def _nothing(config: models.Config) -> dict[str, Any]:
 
 
 def _heads(config: models.Config) -> dict[str, Any]:
-    return {"sizes": {"head_dim": config.head_size}} if isinstance(config, models.LanguageConfig) else {}
-
-
-def _gefen(learning_rate: optax.Schedule, *, eps: Any, **options: Any) -> optax.GradientTransformation:
-    return gefen(learning_rate, eps=eps, **options)
+    return {"sizes": {"head_dim": config.head_size}} if isinstance(config, models.Decoder) else {}
 
 
 def _sgd(
@@ -44,6 +41,7 @@ class Choice:
         is the same for all.
       prepare: maps (opt_state, first gradients) to the state to start with, outside jit; None: nothing to do.
       options: what its constructor must know of the model.
+      batches: how many batches' gradients ``prepare`` wants; more than one are given as a list.
     """
 
     label: str
@@ -51,6 +49,18 @@ class Choice:
     rate: float = 1.0
     prepare: Callable[[Any, Any], Any] | None = None
     options: Callable[[models.Config], dict[str, Any]] = _nothing
+    batches: int = 1
+
+
+def gefen_choice(
+    label: str, prepare: Callable[[Any, Any], Any] | None = calibrate, batches: int = 1, **structure: Any
+) -> Choice:
+    """Gefen with structural arguments; calibrated unless ``prepare`` is None."""
+
+    def make(learning_rate: optax.Schedule, *, eps: Any, **options: Any) -> optax.GradientTransformation:
+        return gefen(learning_rate, eps=eps, **options, **structure)
+
+    return Choice(label, make, prepare=prepare, batches=batches)
 
 
 def _peer(name: str, label: str, **fields: Any) -> Choice:
@@ -61,11 +71,16 @@ def _peer(name: str, label: str, **fields: Any) -> Choice:
 OPTIMIZERS: Mapping[str, Choice] = MappingProxyType(
     {
         "adamw": _peer("adamw", "AdamW"),
-        "gefen": Choice("Gefen", _gefen, prepare=calibrate),
-        "gefen_shapes": Choice("Gefen, not calibrated", _gefen),
-        "gefen_reference": Choice(
-            "Gefen, reference's rule", lambda *a, **k: _gefen(*a, rule="reference", **k), prepare=calibrate
-        ),
+        "gefen": gefen_choice("Gefen"),
+        "gefen_shapes": gefen_choice("Gefen, not calibrated", None),
+        "gefen_reference": gefen_choice("Gefen, reference's rule", rule="reference"),
+        "gefen_4bit": gefen_choice("Gefen, 4 bits", bits=4),
+        "gefen_4bit_shapes": gefen_choice("Gefen, 4 bits, not calibrated", None, bits=4),
+        "gefen_block": gefen_choice("Gefen, blocks only", second_moment="block"),
+        "gefen_block_shapes": gefen_choice("Gefen, blocks only, not calibrated", None, second_moment="block"),
+        "gefen_factored": gefen_choice("Gefen, factors", second_moment="factored"),
+        "gefen_full": gefen_choice("Gefen, full second moment", second_moment="full"),
+        "gefen_all": gefen_choice("Gefen, small leaves too", min_size=0),
         "adamw_bf16": _peer("adamw_bf16", "AdamW, bf16 momentum"),
         "adam_mini": _peer("adam_mini", "Adam-mini", options=_heads),
         "adam8bit": _peer("adam8bit", "8-bit Adam"),
@@ -95,16 +110,29 @@ def build(
     weight_decay: float = 0.1,
     b2: float = 0.99,
 ) -> optax.GradientTransformation:
-    """The named optimizer as it is trained here: gradients clipped to global norm 1, warm-up and cosine decay.
+    """The named optimizer of `OPTIMIZERS` as `build_choice` makes it."""
+    return build_choice(choose(name), config, learning_rate, steps, weight_decay=weight_decay, b2=b2)
+
+
+def build_choice(
+    choice: Choice,
+    config: models.Config,
+    learning_rate: float | jax.Array,
+    steps: int,
+    *,
+    weight_decay: float = 0.1,
+    b2: float = 0.99,
+) -> optax.GradientTransformation:
+    """An optimizer as it is trained here: gradients clipped to global norm 1, warm-up and cosine decay.
 
     Args:
-      name: a key of `OPTIMIZERS`.
+      choice: the optimizer.
       config: the model's; some optimizers must know its heads.
-      learning_rate, weight_decay: AdamW's; `Choice.rate` makes them the optimizer's own.
+      learning_rate: AdamW's peak; `Choice.rate` makes it the optimizer's own. May be traced.
       steps: length of the schedule.
+      weight_decay: AdamW's; divided by `Choice.rate`.
       b2: decay of the second moment, where there is one.
     """
-    choice = choose(name)
     tx = choice.make(
         warmup_cosine(choice.rate * learning_rate, steps),
         weight_decay=weight_decay / choice.rate,
@@ -117,7 +145,7 @@ def build(
     return optax.chain(optax.clip_by_global_norm(1.0), tx)
 
 
-def warmup_cosine(peak: float, steps: int, warmup: float = 0.05, end: float = 0.1) -> optax.Schedule:
+def warmup_cosine(peak: float | jax.Array, steps: int, warmup: float = 0.05, end: float = 0.1) -> optax.Schedule:
     """Linear rise to ``peak`` over the share ``warmup`` of the steps, cosine fall to ``end * peak`` at the last.
 
     The first step already moves: its rate is ``peak`` divided by the number of warm-up steps.

@@ -1,6 +1,7 @@
 """A task: a model and data made into numbers to minimise. The same for every optimizer that is compared.
 
-Losses are mean cross-entropies in nats per byte (text) or per image.
+Losses are mean cross-entropies in nats per byte (text) or per image. What is trained is usually the model's
+parameters; a task may train something else that they follow from, such as the adapters of a fine-tune.
 """
 
 import dataclasses
@@ -38,10 +39,20 @@ class Task:
     validation_index: np.ndarray  # int64, (n,): the fixed validation examples
     unit: str  # what one prediction is: "byte" or "image"
     length: int = 1  # predictions per example: bytes of a window
+    start: Callable[[jax.Array], Params] | None = None  # fresh parameters from a key; None: the model's
+    weights: Callable[[Params], Params] | None = None  # the model's parameters from those trained; None: they are
+
+    def init(self, key: jax.Array) -> Params:
+        """Fresh parameters to train, a pure function of the key."""
+        return models.init(self.config, key) if self.start is None else self.start(key)
+
+    def model(self, params: Params) -> Params:
+        """The model's parameters, from those that are trained."""
+        return params if self.weights is None else self.weights(params)
 
     def loss(self, params: Params, batch: Batch) -> jax.Array:
         """Mean cross-entropy, a float32 scalar."""
-        logits = models.logits(self.config, params, batch.inputs)
+        logits = models.logits(self.config, self.model(params), batch.inputs)
         return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(batch.labels, jnp.int32)).mean()
 
     def batches(self, steps: int, size: int, seed: int) -> Iterator[Batch]:

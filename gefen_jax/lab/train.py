@@ -26,11 +26,14 @@ from gefen_jax.lab.tasks import Batch, Metrics, Task
 
 EVALUATION_BATCH = 32
 
+Step = Callable[[Params, Any, Batch], tuple[Params, Any, jax.Array]]
+"""(params, opt_state, batch) -> (params, opt_state, losses before each update)."""
+
 
 class Run(NamedTuple):
     """A compiled step and where it stands. `params` and `opt_state` are donated to the next step."""
 
-    step: Callable[[Params, Any, Batch], tuple[Params, Any, jax.Array]]
+    step: Step
     params: Params
     opt_state: Any
     memory: Memory
@@ -46,6 +49,32 @@ class Event(NamedTuple):
     losses: np.ndarray  # float32, (steps of this dispatch,): each before its update, nats
     seconds: float  # wall time of the dispatch; 0 at step 0
     validation: Metrics | None
+
+
+def one_step(task: Task, tx: optax.GradientTransformation) -> Step:
+    """A training step, to be jitted; the loss has shape (1,)."""
+
+    def step(params: Params, opt_state: Any, batch: Batch) -> tuple[Params, Any, jax.Array]:
+        loss, grads = jax.value_and_grad(task.loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss[None]
+
+    return step
+
+
+def many_steps(task: Task, tx: optax.GradientTransformation) -> Step:
+    """Training steps over the leading axis of stacked batches (`stack`), one loss each: a single dispatch."""
+    step = one_step(task, tx)
+
+    def body(carry: tuple[Params, Any], batch: Batch) -> tuple[tuple[Params, Any], jax.Array]:
+        params, opt_state, loss = step(*carry, batch)
+        return (params, opt_state), loss[0]
+
+    def steps(params: Params, opt_state: Any, batches: Batch) -> tuple[Params, Any, jax.Array]:
+        (params, opt_state), losses = jax.lax.scan(body, (params, opt_state), batches)
+        return params, opt_state, losses
+
+    return steps
 
 
 def prepare(
@@ -71,22 +100,9 @@ def prepare(
     if calibrate is not None:
         opt_state = calibrate(opt_state, jax.jit(jax.grad(task.loss))(params, first))
 
-    def step(params: Params, opt_state: Any, batch: Batch) -> tuple[Params, Any, jax.Array]:
-        loss, grads = jax.value_and_grad(task.loss)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss[None]
-
-    def steps(params: Params, opt_state: Any, batches: Batch) -> tuple[Params, Any, jax.Array]:
-        def body(carry: tuple[Params, Any], batch: Batch) -> tuple[tuple[Params, Any], jax.Array]:
-            params, opt_state, loss = step(*carry, batch)
-            return (params, opt_state), loss[0]
-
-        (params, opt_state), losses = jax.lax.scan(body, (params, opt_state), batches)
-        return params, opt_state, losses
-
     batch = first if chunk == 1 else stack([first] * chunk)
     start = time.perf_counter()
-    jitted = jax.jit(step if chunk == 1 else steps, donate_argnums=(0, 1))
+    jitted = jax.jit(one_step(task, tx) if chunk == 1 else many_steps(task, tx), donate_argnums=(0, 1))
     compiled = jitted.lower(params, opt_state, batch).compile()
     return Run(
         step=compiled,
@@ -124,6 +140,7 @@ def fit(task: Task, run: Run, batches: Iterable[Batch], steps: int, every: int) 
 
 
 def stack(batches: list[Batch]) -> Batch:
+    """Batches stacked along a new leading axis."""
     return Batch(*(np.stack(part) for part in zip(*batches)))
 
 
@@ -136,7 +153,8 @@ def evaluator(task: Task) -> Callable[[Params], Metrics]:
     total = sum(batch.labels.size for batch in batches)
 
     def evaluate(params: Params) -> Metrics:
-        sums = [evaluate_batch(task.config, params, batch) for batch in batches]
+        weights = task.model(params)
+        sums = [evaluate_batch(task.config, weights, batch) for batch in batches]
         loss, right = np.sum([np.asarray(part, np.float64) for part in sums], axis=0)
         return Metrics(float(loss) / total, float(right) / total)
 
