@@ -190,7 +190,7 @@ def load_images(spec: str = "digits") -> Images:
 
     >>> images = load_images("digits")
     >>> images.train.shape, images.validation.shape, images.classes
-    ((1437, 8, 8, 1), (360, 8, 8, 1), 10)
+    ((1438, 8, 8, 1), (359, 8, 8, 1), 10)
     """
     if spec == "digits":
         try:

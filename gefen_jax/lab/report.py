@@ -86,5 +86,5 @@ def finding(records: list[Record], step: int) -> str:
         else:
             lines.append(f"The loss of {record.label} or {base.label} is not finite: a lower --lr may help.")
     if len(records) > 1:
-        lines.append("One seed says little about a small difference: other seeds (--seed) show how much it varies.")
+        lines.append("One seed and one learning rate say little about a small difference: try others (--seed, --lr).")
     return "\n".join(lines)
