@@ -25,10 +25,11 @@ class GefenTransformation(optax.GradientTransformationExtraArgs):
     """What `gefen` returns: an Optax transformation (init, update) that also knows how to ``apply`` a whole step.
 
     ``apply(grads, params, opt_state) -> (params, opt_state)`` equals `update` followed by `optax.apply_updates`,
-    and writes parameters and state in place where they are donated.
+    and writes parameters and state in place where they are donated. Its keyword ``factor`` is a scalar by which the
+    gradients are multiplied on the way (clipping).
     """
 
-    apply: Callable[[Any, Any, GefenState], tuple[Any, GefenState]]
+    apply: Callable[..., tuple[Any, GefenState]]
     options: Options
 
 
@@ -236,7 +237,9 @@ def _build(
             decisions = [shape_rule(path, leaf, options) for path, leaf in named]
         return init_state(params, decisions, options, None if plan is None else plan.codebook)
 
-    def run(grads: Any, opt_state: GefenState, params: Any, *, apply: bool) -> tuple[Any, GefenState]:
+    def run(
+        grads: Any, opt_state: GefenState, params: Any, *, apply: bool, factor: jax.Array | None = None
+    ) -> tuple[Any, GefenState]:
         leaves, tree = matching.check_update(grads, opt_state, params, options, plan)
         state.check_format(opt_state, options, where="gefen.update")
         gradients = jax.tree.leaves(grads)
@@ -248,19 +251,21 @@ def _build(
         def advance(
             gradients: list[Any], parameters: list[Any], leaves: list[Leaf], decays: list[Scalar], shared: Any
         ) -> tuple[list[Any], list[Leaf]]:
-            words, count, rate, b1, b2, eps = shared
+            words, count, rate, b1, b2, eps, factor = shared
             if options.rule == "reference":
+                if factor is not None:
+                    gradients = [(g.astype(jnp.float32) * factor).astype(g.dtype) for g in gradients]
                 h = reference.hyper(b1, b2, eps, count)
                 return _reference(gradients, parameters, leaves, words, h, rate, decays, apply)
             book = update.codebook(words, options.codec)
             tails = [update.Tail(rate, decay, apply) for decay in decays]
             h = update.hyper(b1, b2, eps, count)
-            return implementation.step(requested, gradients, parameters, leaves, book, h, tails)
+            return implementation.step(requested, gradients, parameters, leaves, book, h, tails, factor)
 
         outputs, leaves = by_mesh(
             advance,
             (gradients, parameters, leaves, decays),
-            (opt_state.codebook, count, rate, b1, b2, eps),
+            (opt_state.codebook, count, rate, b1, b2, eps, factor),
             like=parameters if apply else gradients,
         )
         return tree.unflatten(outputs), opt_state.with_leaves(leaves, count=count)
@@ -269,8 +274,10 @@ def _build(
         del extra_args
         return run(updates, state, params, apply=False)
 
-    def apply(grads: Any, params: Any, opt_state: GefenState) -> tuple[Any, GefenState]:
-        return run(grads, opt_state, params, apply=True)
+    def apply(
+        grads: Any, params: Any, opt_state: GefenState, *, factor: jax.Array | None = None
+    ) -> tuple[Any, GefenState]:
+        return run(grads, opt_state, params, apply=True, factor=factor)
 
     built = GefenTransformation(init, update_fn)
     built.apply, built.options = apply, options

@@ -42,6 +42,7 @@ def step(
     *,
     reads: bool,
     apply: bool,
+    companding: bool = False,
     mean: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array, jax.Array]]:
@@ -55,6 +56,7 @@ def step(
       decay: which of the weight decays it has.
       reads: whether the parameter is read.
       apply: whether the result is the new parameter instead of the update.
+      companding: whether codes come from the closed form instead of the nearest word.
       mean: float32 (batch entries,), means of the new row factor of a factored leaf.
       interpret: run on any machine instead of compiling for a GPU.
 
@@ -70,7 +72,9 @@ def step(
     read += [leaf.gradient] if apply else ([leaf.parameter] if reads else [])
     operands = [jnp.reshape(x, -1) for x in [*read, *changed]]
     first = len(read)
-    kernel = functools.partial(_kernel, cut=cut, decay=9 + decay, reads=reads, apply=apply, factored=factored)
+    kernel = functools.partial(
+        _kernel, cut=cut, decay=9 + decay, reads=reads, apply=apply, factored=factored, companding=companding
+    )
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -92,7 +96,7 @@ def step(
     return output, (mu, scale, leaf.nu if factored else results[-1], leaf.cross)
 
 
-def _kernel(*refs: Any, cut: Cut, decay: int, reads: bool, apply: bool, factored: bool) -> None:
+def _kernel(*refs: Any, cut: Cut, decay: int, reads: bool, apply: bool, factored: bool, companding: bool) -> None:
     """Split the references by role and run the body of the class."""
     from jax.experimental import pallas as pl
 
@@ -185,7 +189,7 @@ def _kernel(*refs: Any, cut: Cut, decay: int, reads: bool, apply: bool, factored
         trips = -(-b // kind.z)
 
     if kind.loop != ONCE:  # first the statistics of all that the program walks
-        cell, row, column, *_, here = place(jnp.int32(0))
+        cell, *_, here = place(jnp.int32(0))
         old_scale = None if kind.loop == STRIPS else load(old[2], cell, here)
         shape = [1 if i in axes else n for i, n in enumerate((kind.x, kind.y, kind.z))]
 
@@ -225,7 +229,7 @@ def _kernel(*refs: Any, cut: Cut, decay: int, reads: bool, apply: bool, factored
         else:
             m, most = momentum(g, offset, mask, old_scale), scale
         inverse = jnp.where(most > 0, 1.0 / jnp.where(most > 0, most, 1.0), 0.0)
-        code = _nearest(m * inverse, words)
+        code = _compand(m * inverse, words) if companding else _nearest(m * inverse, words)
         if kind.packed:
             low, high = code.reshape(*code.shape[:2], -1, 2)[..., 0], code.reshape(*code.shape[:2], -1, 2)[..., 1]
             half = offset.reshape(*code.shape[:2], -1, 2)[..., 0] // 2
@@ -281,3 +285,12 @@ def _nearest(y: jax.Array, words: Any) -> jax.Array:
     code = jnp.where(jnp.abs(y - words[lower]) <= jnp.abs(y - words[below]), lower, below)
     before = jnp.maximum(code - 1, 0)
     return jnp.where(words[before] == words[code], before, code)
+
+
+def _compand(y: jax.Array, words: Any) -> jax.Array:
+    """The code of y among words in closed form."""
+    middle = 63 / 127
+    c = (middle / words[191] - 1) / (1 - middle)
+    size = jnp.minimum(jnp.abs(y), 1.0)
+    level = jnp.round(size * (1 + c) / (1 + c * size) * 127).astype(jnp.int32)
+    return jnp.where(y > 0, 127 + level + (level > 0), 127 - level)

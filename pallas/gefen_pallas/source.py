@@ -9,6 +9,7 @@ its own parameter list with a computed index (pointers come first and are 8 byte
 binary). An empty KERNEL selects among all pointers instead: slower, and portable.
 """
 
+# ruff: noqa: SIM109
 import triton
 import triton.language as tl
 
@@ -121,6 +122,16 @@ def _encode(y, tree, WORDS: tl.constexpr, DEPTH: tl.constexpr, X: tl.constexpr, 
 
 
 @triton.jit
+def _compand(y, words_ptr):
+    """The code of y among words in closed form: `quantization.encode` for companding."""
+    middle: tl.constexpr = 63 / 127
+    c = (middle / tl.load(words_ptr + 191) - 1) / (1 - middle)
+    size = tl.minimum(tl.abs(y), 1.0)
+    level = (tl.div_rn(size * (1 + c), 1 + c * size) * 127 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    return tl.where(y > 0, 127 + level + (level > 0).to(tl.int32), 127 - level)
+
+
+@triton.jit
 def _load_codes(mu, start, z, mask_row, b, PACKED: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr):
     """Codes of a tile as int32; ``start`` holds the offset of each row."""
     pointer = tl.multiple_of(mu.to(tl.pointer_type(tl.uint8), bitcast=True), 16)
@@ -202,10 +213,10 @@ def _max(x, ROW_SCALE: tl.constexpr):
 
 
 @triton.jit
-def _cells(a, t, row, hyper, mean, words, limits, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr,
+def _cells(a, t, row, hyper, mean, words_ptr, words, limits, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr,
            V: tl.constexpr, ROW_SCALE: tl.constexpr, SECOND: tl.constexpr, LOOP: tl.constexpr, PACKED: tl.constexpr,
            GD: tl.constexpr, PD: tl.constexpr, READS: tl.constexpr, APPLY: tl.constexpr, WORDS: tl.constexpr,
-           DEPTH: tl.constexpr):
+           DEPTH: tl.constexpr, COMPANDING: tl.constexpr):
     """The step of a program's cells."""
     gradient, parameter, mu, scale_, nu_, cross_ = a
     scale, nu, cross = _f32(scale_), _f32(nu_), _f32(cross_)
@@ -322,7 +333,10 @@ def _cells(a, t, row, hyper, mean, words, limits, X: tl.constexpr, Y: tl.constex
         if LOOP == ONCE or LOOP == STRIPS:
             new = _max(tl.abs(m), ROW_SCALE)
             tl.store(scale + which_scale, new, mask=scale_mask)
-        code = _encode(m * _inverse(new), limits, WORDS, DEPTH, X, Y, Z)
+        if COMPANDING:
+            code = _compand(m * _inverse(new), words_ptr)
+        else:
+            code = _encode(m * _inverse(new), limits, WORDS, DEPTH, X, Y, Z)
         _store_codes(mu, start, z, mask_row, b - shift, code, PACKED, X, Y, Z)
 
         if SECOND == FULL:
@@ -366,7 +380,8 @@ def _leaf_of(starts, pid, SLOTS: tl.constexpr):
 @triton.jit
 def gefen_step(gradients, parameters, mus, scales, nus, crosses, mean, words_ptr, hyper, meta, starts,
                LEAVES: tl.constexpr, SLOTS: tl.constexpr, CLASSES: tl.constexpr, WORDS: tl.constexpr,
-               READS: tl.constexpr, APPLY: tl.constexpr, QUANTISED: tl.constexpr, KERNEL: tl.constexpr):
+               READS: tl.constexpr, APPLY: tl.constexpr, QUANTISED: tl.constexpr, COMPANDING: tl.constexpr,
+               KERNEL: tl.constexpr):
     """The step of all leaves.
 
     ``hyper`` holds b1, 1 - b1, b2, 1 - b2, both bias corrections, eps, the learning rate, the gradient's factor, and
@@ -399,9 +414,9 @@ def gefen_step(gradients, parameters, mus, scales, nus, crosses, mean, words_ptr
             if CLASSES[j][0] == 1:
                 _exact(a, t, row, hyper, CLASSES[j][1], CLASSES[j][4], CLASSES[j][9], CLASSES[j][10], READS, APPLY)
             else:
-                _cells(a, t, row, hyper, mean, words, limits, CLASSES[j][1], CLASSES[j][2], CLASSES[j][3],
+                _cells(a, t, row, hyper, mean, words_ptr, words, limits, CLASSES[j][1], CLASSES[j][2], CLASSES[j][3],
                        CLASSES[j][4], CLASSES[j][5], CLASSES[j][6], CLASSES[j][7], CLASSES[j][8], CLASSES[j][9],
-                       CLASSES[j][10], READS, APPLY, WORDS, 8 if WORDS == 256 else 4)
+                       CLASSES[j][10], READS, APPLY, WORDS, 8 if WORDS == 256 else 4, COMPANDING)
 
 
 @triton.jit

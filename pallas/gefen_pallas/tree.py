@@ -55,6 +55,7 @@ def step(
     *,
     reads: bool,
     apply: bool,
+    companding: bool = False,
     limits: dict[str, int] | None = None,
 ) -> tuple[list[Any], list[tuple[Any, Any, Any, Any]]]:
     """One step of all leaves: two launches if a leaf is factored, else one (more beyond the limits of a launch).
@@ -69,6 +70,7 @@ def step(
       decays: for each leaf which of them it has.
       reads: whether the parameters are read.
       apply: whether the result is the new parameters (written over the old) or the updates (over the gradients).
+      companding: whether codes come from the closed form instead of the nearest word.
       limits: arguments of `schedule.split`.
 
     Returns:
@@ -113,6 +115,7 @@ def step(
             WORDS=words.shape[0],
             READS=reads,
             APPLY=apply,
+            COMPANDING=companding,
             QUANTISED=any(not cuts[i].kind.exact for i in group),
         )
         for i in group:
