@@ -83,10 +83,10 @@ def check_rate(name: str, value: Any) -> None:
 
 
 def check_mask(mask: Any) -> None:
-    """Refuse a mask that is a scalar array: what `optax.inject_hyperparams` makes of a function."""
-    if isinstance(mask, jax.Array | np.ndarray) and mask.ndim == 0:
+    """Refuse a mask that is a scalar: what `optax.inject_hyperparams` makes of a function."""
+    if isinstance(mask, bool | np.bool_) or getattr(mask, "shape", None) == ():
         raise TypeError(
-            "mask is a scalar array. optax.inject_hyperparams calls every function as a schedule: pass "
+            "mask is a scalar. optax.inject_hyperparams calls every function as a schedule: pass "
             "static_args=('mask', 'full_precision') to it, or give the mask as a tree of booleans"
         )
 
