@@ -36,6 +36,7 @@ from gefen_jax.accounting.flops import xla_flops as xla_flops
 from gefen_jax.accounting.memory import Memory as Memory
 from gefen_jax.accounting.memory import StepMemory as StepMemory
 from gefen_jax.accounting.memory import compiled_memory as compiled_memory
+from gefen_jax.accounting.memory import live_after as live_after
 from gefen_jax.accounting.memory import step_memory as step_memory
 from gefen_jax.accounting.paper import paper_microbatches as paper_microbatches
 from gefen_jax.accounting.paper import paper_states as paper_states

@@ -12,7 +12,7 @@ import jax
 from gefen_jax.accounting.advice import advise
 from gefen_jax.accounting.devices import Device, find_device, local_device
 from gefen_jax.accounting.flops import Flops, count_flops, jaxpr_flops, xla_flops
-from gefen_jax.accounting.memory import StepMemory, program_memory
+from gefen_jax.accounting.memory import StepMemory, live_after, program_memory
 from gefen_jax.accounting.phases import Phases, phases
 from gefen_jax.accounting.program import Program, StepError, compile_step
 from gefen_jax.accounting.report import Formatter, Report, Row, format_bytes, format_count
@@ -35,6 +35,7 @@ class Account(Report):
       xla_flops: XLA's own count.
       utilization: ``None`` unless the step was run.
       profile: executor events; ``None`` unless the step was profiled.
+      live_after: bytes alive on all devices because of one step, measured; ``None`` unless the step was run.
       remarks: what could not be done, and why.
       alternatives: optimizer -> bytes of its state.
       live: bytes alive on the devices when the account was made, the step's arguments included.
@@ -49,6 +50,7 @@ class Account(Report):
     profile: Profile | None
     alternatives: Mapping[str, int]
     live: int
+    live_after: int | None = None
     remarks: tuple[str, ...] = ()
 
     columns: ClassVar[Mapping[str, Formatter]] = {"what": str, "value": str}
@@ -94,6 +96,11 @@ class Account(Report):
         if self.xla_flops is not None:
             value = format_count(self.xla_flops)
             rows.append({"what": "FLOPs, XLA's count (loops once)", "value": value, "FLOPs": self.xla_flops})
+        if self.live_after is not None:
+            value = format_bytes(self.live_after)
+            rows.append({"what": "alive after one step, measured", "value": value, "bytes": self.live_after})
+            expected = self.memory.live_bytes * self.memory.devices
+            rows.append({"what": "alive after one step, from XLA", "value": format_bytes(expected), "bytes": expected})
         rows.append({"what": "alive on the devices now", "value": format_bytes(self.live), "bytes": self.live})
         return rows
 
@@ -116,8 +123,8 @@ class Account(Report):
         notes = list(self.remarks)
         if self.activations is not None and self.activations.bytes and not self._split:
             notes.append(
-                f"the traced activations ({format_bytes(self.activations.bytes)}) exceed XLA's temporaries: it recomputes"
-                " some, or keeps them in the memory of outputs that are not yet written"
+                f"the traced activations ({format_bytes(self.activations.bytes)}) exceed XLA's temporaries: it"
+                " recomputes some, or keeps them in the memory of outputs that are not yet written"
             )
         return (*notes, f"Advice: {self.advice}")
 
@@ -202,7 +209,8 @@ def account(
             split = phases(
                 loss, optimizer, params, opt_state, *batch, has_aux=has_aux, target=target, run=run, repeats=repeats
             )
-    used = events = None
+    memory = program_memory(program)
+    used = events = alive = None
     remarks = []
     if run:
         jitted = step if hasattr(step, "lower") else jax.jit(step, static_argnums=static_argnums)
@@ -218,11 +226,12 @@ def account(
             model,
             local_device() if device is None else device,
             dtype or (flops.dtype if flops is not None else None) or "float32",
-            devices=max((a.sharding.num_devices for a in program.arguments if a.sharding is not None), default=1),
+            devices=memory.devices,
             hardware_flops=executed or None,
             optimizer_bytes=None if split is None else split.optimizer_traffic,
             optimizer_seconds=None if split is None else split.optimizer_seconds,
         )
+        alive = live_after(jitted, *args)
         if profile_steps:
             try:
                 events = profile(jitted, *args, steps=profile_steps)
@@ -233,7 +242,7 @@ def account(
         params = _training_arguments(program, step, args, False)[0]
         states = {name: tree_bytes(jax.eval_shape(tx.init, params)) for name, tx in alternatives.items()}
     return Account(
-        memory=program_memory(program),
+        memory=memory,
         activations=kept,
         phases=split,
         flops=flops,
@@ -242,6 +251,7 @@ def account(
         profile=events,
         alternatives=states,
         live=live_bytes(),
+        live_after=alive,
         remarks=tuple(remarks),
     )
 

@@ -34,6 +34,10 @@ def analytic_activations(
 ) -> Activations:
     """Closed form for a transformer, `Decoder.activation_bytes`: what a careful implementation keeps.
 
+    Whole steps of `decoder_loss` (GPT-2 124M with 1024 tokens, Llama 1.5B with 2048; microbatches 1, 2, 4; float32 and
+    mixed precision; AdamW), compiled by XLA for an H100, needed 4 % less to 33 % more memory than budgets with these
+    activations; `compiled_activations` tells what a given loss needs.
+
     Args:
       decoder: the sizes.
       length: tokens of a sequence.
@@ -48,7 +52,9 @@ def analytic_activations(
     """
     size = decoder.activation_bytes(length, dtype, attention=attention, remat=remat)
     how = f"{attention} attention" + (", layers recomputed" if remat else "")
-    return Activations(size, 0.0, f"closed form, {length} tokens, {jnp.dtype(dtype).name}, {how}")
+    return Activations(
+        size, 0.0, f"closed form (XLA may need up to a third more), {length} tokens, {jnp.dtype(dtype).name}, {how}"
+    )
 
 
 def traced_activations(loss: Callable[..., Any], params: Any, batch_of: Callable[[int], Any]) -> Activations:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from gefen_jax import paths
-from gefen_jax.accounting.program import Program, compile_step
+from gefen_jax.accounting.program import Argument, Program, compile_step
 from gefen_jax.accounting.report import Formatter, Report, Row, format_bytes, format_percent, format_plain
-from gefen_jax.accounting.tensors import shape_dtype, shard_bytes
+from gefen_jax.accounting.tensors import live_bytes, shape_dtype, shard_bytes
 
-__all__ = ["Memory", "StepMemory", "compiled_memory", "step_memory"]
+__all__ = ["Memory", "StepMemory", "compiled_memory", "live_after", "step_memory"]
 
 # XLA returns a tuple of outputs through a table of pointers, which it counts as output bytes.
 POINTER_BYTES = 8
@@ -124,14 +126,38 @@ class StepMemory(Report):
 
     @property
     def unused_bytes(self) -> int:
-        """Bytes of arguments that were passed but that the compiled step never reads."""
-        return self.argument_bytes - self.memory.arguments - self.memory.host[0]
+        """Bytes of arguments that were passed but that the compiled step never reads, so that JAX drops them."""
+        known = all(argument.read is not None for argument in self.program.arguments)
+        if not known:
+            return self.argument_bytes - self.memory.arguments - self.memory.host[0]
+        return sum(_argument_bytes(argument) for argument in self.program.arguments if not argument.read)
+
+    @property
+    def unexplained_bytes(self) -> int:
+        """What XLA counts as arguments beyond the shapes of those it reads; 0 unless a layout is padded."""
+        return self.memory.arguments + self.memory.host[0] - (self.argument_bytes - self.unused_bytes)
 
     @property
     def donated_bytes(self) -> int | None:
         """Bytes of donated arguments; ``None`` if donation cannot be read from this kind of step."""
         parts = [donated for _, _, donated in self.categories.values()]
         return None if any(part is None for part in parts) else sum(part or 0 for part in parts)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes alive on one device after the step, from XLA's figures: arguments not written over, and outputs.
+
+        Compare with `live_after`, which measures.
+        """
+        table = POINTER_BYTES * self.output_count if self.output_count > 1 else 0
+        arguments = self.memory.arguments + self.memory.host[0] + self.unused_bytes
+        outputs = self.memory.outputs + self.memory.host[1] - table
+        return arguments + outputs - self.memory.aliased - self.memory.host[2]
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that share the step."""
+        return max((a.sharding.num_devices for a in self.program.arguments if a.sharding is not None), default=1)
 
     @property
     def new_output_bytes(self) -> int:
@@ -146,6 +172,8 @@ class StepMemory(Report):
         ]
         if self.unused_bytes:
             rows.append({"what": "arguments never read (dropped)", "bytes": -self.unused_bytes})
+        if self.unexplained_bytes:
+            rows.append({"what": "padding of arguments", "bytes": self.unexplained_bytes})
         if self.memory.host[0]:
             rows.append({"what": "arguments in host memory", "bytes": -self.memory.host[0]})
         rows.append({"what": "outputs in new memory", "bytes": self.new_output_bytes})
@@ -229,12 +257,32 @@ def step_memory(
     return program_memory(program)
 
 
+def live_after(step: Callable[..., Any], *args: Any) -> int:
+    """Run a jitted step on copies of its arguments and measure what is alive afterwards because of it.
+
+    Args:
+      step: a jitted function.
+      *args: real arrays; they stay as they are.
+
+    Returns:
+      Bytes on all devices, by `jax.live_arrays`: the copies that were not written over, and the outputs. Equals
+      ``StepMemory.live_bytes * StepMemory.devices``.
+    """
+    gc.collect()
+    before = live_bytes()
+    copies = jax.tree.map(lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf, args)
+    outputs = jax.block_until_ready(step(*copies))
+    after = live_bytes()
+    del outputs
+    return after - before
+
+
 def program_memory(program: Program) -> StepMemory:
     """`step_memory` of a step that is compiled already."""
     categories: dict[str, tuple[int, int, int | None]] = {}
     for argument in program.arguments:
         leaves, nbytes, donated = categories.get(argument.category, (0, 0, 0))
-        size = shard_bytes(argument.shape, argument.dtype, argument.sharding, argument.path)
+        size = _argument_bytes(argument)
         unknown = donated is None or argument.donated is None
         categories[argument.category] = (
             leaves + 1,
@@ -247,3 +295,7 @@ def program_memory(program: Program) -> StepMemory:
         for path, leaf in outputs
     ]
     return StepMemory(program, compiled_memory(program.compiled), categories, sum(sizes), len(sizes))
+
+
+def _argument_bytes(argument: Argument) -> int:
+    return shard_bytes(argument.shape, argument.dtype, argument.sharding, argument.path)

@@ -40,6 +40,7 @@ class Argument:
       shape, dtype: as the step receives it.
       donated: the caller gives the buffer away; ``None`` if this cannot be told.
       sharding: as given or as compiled; ``None`` on one device.
+      read: whether the compiled step reads it (JAX drops the others); ``None`` if this cannot be told.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Argument:
     dtype: Any
     donated: bool | None
     sharding: Any
+    read: bool | None
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def compile_step(
     return Program(
         name=name,
         arguments=_arguments(step, args, kwargs, static, lowered, compiled, categories or {}),
-        jaxpr=None if traced is None else traced.jaxpr,
+        jaxpr=getattr(getattr(traced, "traced", traced), "jaxpr", None),  # nnx.jit wraps JAX's own stage
         lowered=lowered,
         compiled=compiled,
         outputs=getattr(compiled, "out_info", getattr(lowered, "out_info", None)),
@@ -203,10 +205,12 @@ def _arguments(
     found = []
     for index, (label, path, (shape, dtype), value) in enumerate(flat):
         sharding = getattr(value, "sharding", None)
-        if sharding is None and len(placed) == len(flat):
+        read = placed[index] is not None if len(placed) == len(flat) else None
+        if sharding is None and read:
             sharding = placed[index]
         donated = bool(info[index].donated) if aligned else None
-        found.append(Argument(label, path, _category(path, label, categories), shape, dtype, donated, sharding))
+        category = _category(path, label, categories)
+        found.append(Argument(label, path, category, shape, dtype, donated, sharding, read))
     return tuple(found)
 
 

@@ -53,10 +53,10 @@ def optimizer_states(params: Any, optimizers: Mapping[str, Any]) -> OptimizerSta
       >>> params = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
       >>> print(optimizer_states(params, {"adamw": optax.adamw(1e-3), "lion": optax.lion(1e-3)}))
       Optimizer state for 4,096 parameters
-      optimizer  | arrays  |      state  | B/parameter
-      -----------+---------+-------------+------------
-      adamw      |      3  |  32.00 KiB  |       8.001
-      lion       |      2  |  16.00 KiB  |       4.001
+      optimizer  | arrays  |     state  | B/parameter
+      -----------+---------+------------+------------
+      adamw      |      3  | 32.00 KiB  |       8.001
+      lion       |      2  | 16.00 KiB  |       4.001
     """
     found = {}
     for name, transformation in optimizers.items():

@@ -327,7 +327,8 @@ def _leaf(category: str, path: str, value: Any, sharding: Any, seen: dict[Any, s
             owner = next((seen[key] for key in buffers if key in seen), None)
             if owner is not None:
                 per_device, total, status = 0, 0, f"alias of {owner}"
-            seen.update(dict.fromkeys(buffers, f"{category}: {path}"))
+            for key in buffers:
+                seen.setdefault(key, f"{category}: {path}")
     in_host = getattr(sharding, "memory_kind", None) in ("pinned_host", "unpinned_host")
     return Leaf(
         category=category,

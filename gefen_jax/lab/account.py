@@ -115,6 +115,8 @@ def model_account(args: argparse.Namespace) -> list[Report]:
     length = min(decoder.context, 2048) if args.length is None else args.length
     if not 1 <= length <= (decoder.context if decoder.style == "gpt" else length):
         raise UsageError(f"--length: found {length}, {decoder.name} has positions for 1 to {decoder.context}")
+    if not 0 < args.usable <= 1:
+        raise UsageError(f"--usable: found {args.usable}, expected a share above 0 and at most 1")
     chosen = optimizers(args.optimizer, decoder)
     params = decoder.parameters()
     fits = what_fits(
@@ -209,9 +211,9 @@ def activations(args: argparse.Namespace, decoder: Decoder, length: int) -> Call
     def batch_of(microbatch: int) -> Any:
         return decoder_tokens(microbatch, length)
 
-    absent = None if args.target is None else target(args.target)
-    if absent is not None and args.activations != "compiled":
+    if args.target is not None and args.activations != "compiled":
         raise UsageError("--target needs --activations compiled (or --script)")
+    absent = None if args.target is None else target(args.target)
 
     def of(precision: Precision) -> Activations:
         loss = partial(decoder_loss, decoder, dtype=precision.compute, remat=args.remat)
