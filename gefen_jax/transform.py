@@ -245,7 +245,8 @@ def _build(
         gradients = jax.tree.leaves(grads)
         parameters = [None] * len(gradients) if params is None else jax.tree.leaves(params)
         count = optax.safe_increment(opt_state.count)
-        rate = None if step is None else step.rate(opt_state.count)
+        # Not opt_state.count: with two readers the donated count would be copied, a launch of its own on a GPU.
+        rate = None if step is None else step.rate(count - 1)
         decays: list[Scalar] = [0.0] * len(gradients) if step is None else step.decays(params, len(gradients))
 
         def advance(
