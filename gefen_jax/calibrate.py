@@ -205,20 +205,25 @@ def _check_plan_fits(plan: Plan, states: list[GefenState], formats: list[Format]
 def _replan(node: GefenState, words: Format, plan: Plan) -> GefenState:
     """``node`` under ``plan``."""
     current = decisions(node, words)
-    new_words = node.codebook
-    if plan.codebook is not None and not np.array_equal(plan.codebook, jax.device_get(node.codebook)):
-        new_words = _placed(np.asarray(plan.codebook, np.float32), node.codebook)
+    words_now = paths.single(node.codebook)
+    new_words = words_now
+    if plan.codebook is not None and not np.array_equal(plan.codebook, jax.device_get(words_now)):
+        new_words = _placed(np.asarray(plan.codebook, np.float32), words_now)
     leaves = []
     for (path, old), leaf in zip(current.items(), node.leaves()):
         new = plan.leaves[path]
-        same = (old.mu, old.nu) == (new.mu, new.nu) and (new_words is node.codebook or old.exact)
-        leaves.append(leaf if same or 0 in new.shape else _convert_leaf(leaf, old, new, node.codebook, new_words, plan))
+        same = (old.mu, old.nu) == (new.mu, new.nu) and (new_words is words_now or old.exact)
+        leaves.append(leaf if same or 0 in new.shape else _convert_leaf(leaf, old, new, words_now, new_words, plan))
     options = Options(plan.rule, plan.second_moment, plan.bits, plan.min_size, codec=plan.codec)
     wanted = state.encode_format(options, [plan.leaves[path] for path in current])
-    format_words = node.format
-    if not np.array_equal(wanted, jax.device_get(node.format)):
-        format_words = _placed(wanted, node.format)
-    return node.with_leaves(leaves, codebook=new_words, format=format_words)
+    format_words = paths.single(node.format)
+    if not np.array_equal(wanted, jax.device_get(format_words)):
+        format_words = _placed(wanted, format_words)
+    boxed = {
+        name: jax.tree.unflatten(jax.tree.structure(getattr(node, name)), [array])
+        for name, array in (("codebook", new_words), ("format", format_words))
+    }
+    return node.with_leaves(leaves, **boxed)
 
 
 def _placed(x: np.ndarray, like: Any) -> jax.Array:

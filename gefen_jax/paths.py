@@ -39,6 +39,17 @@ def names(tree: Tree) -> list[str]:
     return [path for path, _ in named_leaves(tree)]
 
 
+def single(box: Any) -> Any:
+    """The one array in a box (an `nnx.Variable`), or the array itself.
+
+    Examples:
+      >>> single([3]), single(3)
+      (3, 3)
+    """
+    (array,) = jax.tree.leaves(box)
+    return array
+
+
 def unflatten_bare(tree: Tree, leaves: Sequence[Any]) -> Tree:
     """``tree`` with its leaves replaced and the boxes around single leaves dropped.
 

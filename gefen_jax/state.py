@@ -144,7 +144,7 @@ def decode_format(words: Any) -> Format:
 
 def read_format(state: GefenState) -> Format | None:
     """The state's `Format`, or None where its words are not known on this host (traced, abstract)."""
-    words = state.format
+    words = paths.single(state.format)
     if isinstance(words, jax.core.Tracer | jax.ShapeDtypeStruct):
         return None
     if isinstance(words, jax.Array) and not (words.is_fully_addressable or words.is_fully_replicated):
