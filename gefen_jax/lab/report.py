@@ -14,11 +14,12 @@ NAMES = {"gpt2-124m": "GPT-2 124M", "llama3-1.5b": "Llama-3-style 1.5B", "qwen3-
 
 
 def heading(settings: Any, task: Task, text: Text) -> str:
+    """What is about to run."""
     return (
         f"{settings.model}: {settings.steps} steps of {settings.batch} x {task.length} bytes, "
         f"peak learning rate {settings.learning_rate:g}, seed {settings.seed}\n"
-        f"text: {text.source}, {text.train.size / 1e6:.1f} MB to train and "
-        f"{text.validation.size / 1e6:.1f} MB to validate on\ncompiling ..."
+        f"text: {text.source}: {text.train.size:,} bytes to train and {text.validation.size:,} to validate on\n"
+        "compiling a training step for each optimizer ..."
     )
 
 
