@@ -227,8 +227,8 @@ def _replan(node: GefenState, words: Format, plan: Plan) -> GefenState:
 
 
 def _placed(x: np.ndarray, like: Any) -> jax.Array:
-    """``x`` where ``like`` is, which may be a NumPy array."""
-    return jax.device_put(x, getattr(like, "sharding", None))
+    """``x`` where ``like`` is, which may be a NumPy array; as free to move as it, or the next step compiles twice."""
+    return jax.device_put(x, like.sharding) if getattr(like, "committed", False) else jnp.asarray(x)
 
 
 def _convert_leaf(leaf: Leaf, old: LeafPlan, new: LeafPlan, words: jax.Array, new_words: jax.Array, plan: Plan) -> Leaf:
