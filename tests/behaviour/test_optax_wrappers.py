@@ -68,6 +68,7 @@ def test_planned_and_calibrated_are_the_same_run(which, plan):
     moved, now = params, calibrated
     for g in GRADS:
         moved, now = step(moved, now, g)
+    assert step._cache_size() == 1
     assert jax.tree.map(lambda x: (x.shape, x.dtype), now) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(moved))
     assert not np.array_equal(moved["dense"]["kernel"], params["dense"]["kernel"])
