@@ -130,13 +130,8 @@ def residuals(loss: Callable[..., Any], params: Any, *args: Any, has_aux: bool =
         return jax.vjp(value, params)[1]
 
     jaxpr = jax.make_jaxpr(backward)(params, args, kwargs).jaxpr
-    kept, seen = [], set()
-    for var in jaxpr.outvars:
-        if isinstance(var, core.Literal) or var in seen:
-            continue
-        seen.add(var)
-        kept.append(_describe(jaxpr, var))
-    return Residuals(name, tuple(kept))
+    kept = tuple(_describe(jaxpr, var) for var in jaxpr.outvars if not isinstance(var, core.Literal))
+    return Residuals(name, kept)
 
 
 def _describe(jaxpr: Any, var: Any) -> Residual:

@@ -204,6 +204,7 @@ def test_profile_counts_events_of_the_program():
     assert all(f"%{row['event']} = " in program for row in report.rows)  # names of instructions, nothing else
     assert "sort" in " ".join(row["event"] for row in report.rows)
     assert report.events_per_step >= 2
+    assert {row["per step"] for row in report.rows} == {1.0}  # no loop: every instruction once a step
 
 
 def test_no_profiler_is_said(monkeypatch):
