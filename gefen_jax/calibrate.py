@@ -75,7 +75,8 @@ def plan_from_state(opt_state: Any, format: Any = None) -> Plan:
     Args:
       opt_state: an optimizer state with concrete Gefen states; or the metadata of a checkpoint of one (any nesting of
         dicts, lists and tuples whose leaves have ``shape`` and ``dtype``).
-      format: for metadata, the restored ``format`` array: a few bytes, read first.
+      format: for metadata, the restored ``format`` array: a few bytes, read first. A list of them where there are
+        several Gefen states (`optax.partition`), in the order of `jax.tree.leaves`.
 
     Returns:
       A `Plan` whose codebook is the state's; None if only metadata is known (the state then brings it).
@@ -92,17 +93,22 @@ def plan_from_state(opt_state: Any, format: Any = None) -> Plan:
     nodes = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_gefen_like) if _is_gefen_like(node)]
     if not nodes:
         raise ValueError("plan_from_state: there is no Gefen state in this optimizer state or metadata")
+    given = list(format) if isinstance(format, list | tuple) else [format] * len(nodes)
+    if len(given) != len(nodes):
+        raise ValueError(f"plan_from_state: {len(given)} formats for {len(nodes)} Gefen states: give one for each")
     plans = []
-    for node in nodes:
+    for node, other in zip(nodes, given):
         fields = node if isinstance(node, Mapping) else node._asdict()
-        concrete = _is_gefen(node) and state.read_format(node) is not None
-        if not concrete and format is None:
-            raise ValueError(
-                "plan_from_state: shapes alone do not tell rule, bits and reasons: restore the state's 'format' array "
-                "(a few bytes) and pass it as the second argument"
-            )
-        words = state.decode_format(jax.device_get(fields["format"]) if concrete else format)
-        codebook = np.asarray(jax.device_get(fields["codebook"])) if concrete else None
+        words = state.read_words(fields["format"])
+        known = words is not None
+        if words is None:
+            if other is None:
+                raise ValueError(
+                    "plan_from_state: shapes alone do not tell rule, bits and reasons: restore the state's 'format' "
+                    "array (a few bytes) and pass it as the second argument"
+                )
+            words = state.decode_format(jax.device_get(paths.single(other)))
+        codebook = np.asarray(jax.device_get(paths.single(fields["codebook"]))) if known else None
         plans.append(_plan_of(fields, words, codebook))
     first = plans[0]
     leaves = {path: leaf for plan in plans for path, leaf in plan.leaves.items()}
@@ -118,7 +124,9 @@ def plan_from_state(opt_state: Any, format: Any = None) -> Plan:
 
 def _plan_of(fields: Mapping[str, Any], words: Format, codebook: np.ndarray | None) -> Plan:
     columns = [jax.tree.leaves(fields[name]) for name in Leaf._fields]
-    names = paths.names(fields["mu"])
+    names = paths.names(fields["mu_scale"])  # statistics are bare where Flax boxes mu
+    if isinstance(fields["count"], Mapping):  # metadata of NNX: every array in a box, now a dict
+        names = [name.removesuffix("value").removesuffix("/") for name in names]
     if any(len(column) != len(words.leaves) for column in columns):
         raise ValueError(
             f"plan_from_state: the format describes {len(words.leaves)} leaves, the state has {len(columns[0])}: they "

@@ -144,8 +144,13 @@ def decode_format(words: Any) -> Format:
 
 def read_format(state: GefenState) -> Format | None:
     """The state's `Format`, or None where its words are not known on this host (traced, abstract)."""
-    words = paths.single(state.format)
-    if isinstance(words, jax.core.Tracer | jax.ShapeDtypeStruct):
+    return read_words(state.format)
+
+
+def read_words(words: Any) -> Format | None:
+    """The `Format` of ``format`` words; None for anything but arrays whose values are known on this host."""
+    words = paths.single(words)
+    if isinstance(words, jax.core.Tracer) or not isinstance(words, jax.Array | np.ndarray):
         return None
     if isinstance(words, jax.Array) and not (words.is_fully_addressable or words.is_fully_replicated):
         return None
