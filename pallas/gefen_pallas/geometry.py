@@ -20,7 +20,7 @@ TILE = 2048
 """Elements of a tile: 8 per thread at 8 warps, in 64 registers. Half of it where accesses are scalar."""
 REPEAT = 4
 """Tiles that a program finishes one after the other: what it prepares serves all of them."""
-STRIP = 1 << 20
+STRIP = 1 << 22
 """Most elements that one program may walk alone: beyond, too few programs are left to fill a device."""
 LIMIT = 2**31 - 1
 """Numbers of cells and strides are int32 in the kernels."""
