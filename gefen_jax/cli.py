@@ -31,6 +31,7 @@ COMMANDS = (
     Command(
         "bench quality", "train many times: is the loss AdamW's, at AdamW's rate?", "gefen_jax.lab.quality", "demo"
     ),
+    Command("account", "show where memory, FLOPs and time go, and what fits", "gefen_jax.lab.account"),
     Command("how", "draw how Gefen works, from a first gradient", "gefen_jax.lab.how", "demo"),
     Command("doctor", "show versions, devices and what would run on them", "gefen_jax.lab.doctor"),
 )
