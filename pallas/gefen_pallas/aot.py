@@ -6,6 +6,7 @@ Needs the CUDA plugin of JAX (not the CUDA libraries), jax-triton, and JAX_PLATF
 from __future__ import annotations
 
 import collections
+import math
 import os
 import pathlib
 import re
@@ -113,6 +114,12 @@ def compile_for(name: str, function: Callable[..., Any], *arguments: Any, donate
 
 def launches(text: str) -> collections.Counter[str]:
     """Kernels and copies of an optimized HLO module, by kind."""
+    large, small = by_size(text, 0)
+    return large + small
+
+
+def by_size(text: str, elements: int) -> tuple[collections.Counter[str], collections.Counter[str]]:
+    """The same, apart: those with a result or an operand of at least so many elements, and the others."""
     bodies: dict[str, list[str]] = {}
     entry = current = ""
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
@@ -123,12 +130,18 @@ def launches(text: str) -> collections.Counter[str]:
             entry = current if head.group(1) else entry
         elif current and " = " in line:
             bodies[current].append(line)
-    counted: collections.Counter[str] = collections.Counter()
+    large: collections.Counter[str] = collections.Counter()
+    small: collections.Counter[str] = collections.Counter()
 
     def walk(name: str) -> None:
+        sizes: dict[str, int] = {}
         for line in bodies[name]:
-            found = re.search(r" = (?:\(.*?\)|\S+) ([\w\-]+)\(", line)
-            operation = found.group(1) if found else "unknown"
+            found = re.search(r"%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)", line)
+            if found is None:
+                small["unknown"] += 1
+                continue
+            result, shape, operation, rest = found.groups()
+            sizes[result] = _largest(shape)
             if operation in _FREE:
                 continue
             if operation == "call":
@@ -139,10 +152,19 @@ def launches(text: str) -> collections.Counter[str]:
                 if target in _ALLOCATIONS:
                     continue
                 operation = "triton" if target == "triton_kernel_call_ffi" else f"custom-call:{target}"
-            counted[operation] += 1
+            operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
+            size = max([sizes[result], *(sizes.get(operand, 0) for operand in operands)])
+            (large if size >= elements else small)[operation] += 1
 
     walk(entry)
-    return counted
+    return large, small
+
+
+def _largest(shape: str) -> int:
+    """Elements of the largest array in an HLO shape."""
+    return max(
+        (math.prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\[([\d,]*)\]", shape)), default=0
+    )
 
 
 def _kernels(text: str) -> dict[str, bytes]:
