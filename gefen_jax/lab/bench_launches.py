@@ -1,8 +1,9 @@
 """What one optimizer step launches on a GPU, counted from programs compiled for it: no GPU is needed.
 
 Needs JAX's CUDA plugin (pip install jax-cuda12-plugin) and jax-triton, but neither CUDA's libraries nor a device.
-Columns: launches that touch large arrays, launches on small ones (scalars, vectors), large copies, temporary bytes per parameter, and the
-seconds that tracing, lowering and compiling took. "eager" counts the operations of an unjitted step, each a launch.
+Columns: launches that touch large arrays, launches on small ones (scalars, vectors), large copies, temporary bytes per
+parameter, and the seconds that tracing, lowering and compiling took. "eager" counts the operations of an unjitted step,
+each a launch.
 """
 
 import argparse
