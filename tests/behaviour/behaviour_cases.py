@@ -1,5 +1,7 @@
 """Trees, gradients and comparisons that the tests of behaviour share."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,13 +37,19 @@ def structured(seed, shapes=SHAPES, dtype=np.float32):
     return jax.tree_util.tree_map_with_path(shaped, tree(seed, shapes))
 
 
-def train(tx, params, gradients, opt_state=None, jit=True):
-    """Parameters and state after one step for each tree of gradients."""
+def train(tx, params, gradients, opt_state=None):
+    """Parameters and state after one jitted step for each tree of gradients."""
     opt_state = tx.init(params) if opt_state is None else opt_state
-    step = jax.jit(lambda p, s, g: apply(tx, p, s, g)) if jit else lambda p, s, g: apply(tx, p, s, g)
+    step = step_of(tx)
     for g in gradients:
         params, opt_state = step(params, opt_state, g)
     return params, opt_state
+
+
+@functools.lru_cache(maxsize=64)
+def step_of(tx):
+    """The jitted step (params, opt_state, grads) -> (params, opt_state); compiled once for each transformation."""
+    return jax.jit(lambda params, opt_state, g: apply(tx, params, opt_state, g))
 
 
 def apply(tx, params, opt_state, g, **extra):

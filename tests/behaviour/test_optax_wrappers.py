@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from behaviour_cases import apply, close, same, snapshot, structured, train, tree
+from behaviour_cases import apply, close, same, snapshot, step_of, structured, train, tree
 
 from gefen_jax import blocks, calibrate, explain, gefen, learn_plan, plan_from_state
 
@@ -47,7 +47,8 @@ WRAPPERS = {
 }  # fmt: skip
 
 
-def step_of(tx):
+def step_with_value(tx):
+    """A step that passes the loss on, as `reduce_on_plateau` needs it."""
     extra = {"value": jnp.float32(1.0)}
     return jax.jit(lambda p, s, g: apply(tx, p, s, g, **extra) if takes_extra(tx) else apply(tx, p, s, g))
 
@@ -64,7 +65,7 @@ def test_planned_and_calibrated_are_the_same_run(which, plan):
     state = planned.init(params)
     calibrated = calibrate(bare.init(params), plan)
     same(calibrated, state)
-    step = step_of(bare)
+    step = step_with_value(bare)
     moved, now = params, calibrated
     for g in GRADS:
         moved, now = step(moved, now, g)
@@ -215,7 +216,7 @@ class TestFlatten:
 
 def test_reduce_on_plateau_scales_the_updates():
     tx, params = WRAPPERS["reduce_on_plateau"](), tree(0)
-    state, step = tx.init(params), step_of(tx)
+    state, step = tx.init(params), step_with_value(tx)
     scales = []
     for _ in range(5):
         _, state = step(params, state, GRADS[0])
