@@ -102,8 +102,8 @@ def diagnose(grads: Any, opt_state: Any, *, b1: float = 0.9, b2: float = 0.999, 
 
 def _leaf(g: jax.Array, leaf: Leaf, book: update.Codebook, h: update.Hyper) -> tuple[LeafDiagnostics, Any]:
     d, new = update.leaf_update(g, leaf, book, h)
-    zero = jnp.float32(0)
     rms = jnp.sqrt(jnp.mean(d * d))
+    zero = jnp.zeros_like(rms)  # on the mesh that rms is on
     if update.is_exact(leaf.mu):
         return LeafDiagnostics(rms, zero, zero, zero), zero
     view = tiling.view(g.shape, leaf.mu_scale.shape)

@@ -35,6 +35,7 @@ def check_update(
     for path, (_, g), leaf in zip(found, named, leaves):
         _check_gradient(path, g, leaf, options.bits)
         _check_statistics(path, tuple(g.shape), leaf, options)
+        _check_devices(path, g, leaf)
         check_manual(path, g, leaf, None if plan is None else plan.leaves.get(path))
     if params is not None:
         if jax.tree.structure(params) != tree:  # type: ignore[operator]
@@ -132,6 +133,17 @@ def _check_statistics(path: str, shape: tuple[int, ...], leaf: Leaf, options: Op
         raise TypeError(
             f"gefen.update: the statistics of {path!r} are {', '.join(sorted(map(str, kept)))}, expected float32: the "
             "state was cast; restore it with the dtypes it was saved with"
+        )
+
+
+def _check_devices(path: str, g: Any, leaf: Leaf) -> None:
+    """Refuse a state that lies elsewhere than its gradient; inside jit JAX has done so itself."""
+    arrays = [x for x in (g, leaf.mu) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
+    homes = [x.sharding.device_set for x in arrays if x.committed]
+    if len(homes) == 2 and homes[0] != homes[1]:
+        raise ValueError(
+            f"gefen.update: the state of {path!r} lies on other devices ({len(homes[1])} of them) than its gradient "
+            f"({len(homes[0])}): move it with jax.device_put(opt_state, state_sharding(opt_state, param_shardings))"
         )
 
 

@@ -66,11 +66,11 @@ def state_sharding(abstract_state: Any, param_shardings: Any, memory_kind: str |
 
     def place(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, GefenState):  # its own arrays may share their names with parameters
-            own: dict[str, Any] = dict.fromkeys(("count", "format", "codebook"), of(everywhere))
+            own = {x: of(fit_spec(getattr(leaf, x).shape, everywhere)) for x in ("count", "format", "codebook")}
             trees = {name: jax.tree_util.tree_map_with_path(of_gefen, getattr(leaf, name)) for name in Leaf._fields}
-            return leaf._replace(**own, **trees)
+            return leaf._replace(**own, **trees)  # type: ignore[arg-type]
         found = owner(path)
-        return of(everywhere if found is None else fit_spec(tuple(leaf.shape), found))
+        return of(fit_spec(tuple(leaf.shape), everywhere if found is None else found))
 
     def of_gefen(path: Any, leaf: Any) -> NamedSharding:
         found = owner(path)

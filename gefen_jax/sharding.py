@@ -41,6 +41,9 @@ def max_over(x: jax.Array, axes: Axes, *, like: jax.Array) -> jax.Array:
 def fit_spec(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
     """``sharding`` without the mesh axes that do not divide ``shape``: how a statistic follows its parameter.
 
+    It is spelled as the results of a jitted step will be, so that the second step is not compiled again: of full rank
+    on explicit meshes, without trailing Nones on automatic ones.
+
     Examples:
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> fit_spec((4, 1), NamedSharding(mesh, PartitionSpec(None, "data"))).spec[1]
@@ -56,8 +59,10 @@ def fit_spec(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
         names = names if isinstance(names, tuple) else (names,)
         return size % math.prod(mesh.shape[name] for name in names) == 0
 
-    fitted = PartitionSpec(*(names if divides(size, names) else None for size, names in zip(shape, spec)))
-    return NamedSharding(mesh, fitted, memory_kind=sharding.memory_kind)
+    fitted = [names if divides(size, names) else None for size, names in zip(shape, spec)]
+    while fitted and fitted[-1] is None and AxisType.Explicit not in mesh.axis_types:
+        fitted.pop()
+    return NamedSharding(mesh, PartitionSpec(*fitted), memory_kind=sharding.memory_kind)
 
 
 def fresh(shape: tuple[int, ...], dtype: Any, fill: Any, *, like: Any) -> jax.Array:
@@ -80,7 +85,8 @@ def replicated(parameters: list[Any]) -> Callable[[Any], jax.Array]:
         if isinstance(p, jax.Array) and not isinstance(p, jax.core.Tracer) and p.committed:
             placed = p.sharding
             if isinstance(placed, NamedSharding):
-                placed = NamedSharding(placed.mesh, PartitionSpec(), memory_kind=placed.memory_kind)
+                everywhere = NamedSharding(placed.mesh, PartitionSpec(), memory_kind=placed.memory_kind)
+                return lambda x: jnp.asarray(x, device=fit_spec(x.shape, everywhere))
             return lambda x: jnp.asarray(x, device=placed)
     return jnp.asarray
 
@@ -116,14 +122,14 @@ def by_mesh(
     # Arrays that are nowhere go where the others are.
     homes = [] if some is None else [home or NamedSharding(some.mesh, PartitionSpec()) for home in found]
     groups: dict[Any, list[int]] = {}
-    for i, g in enumerate(columns[0]):
-        groups.setdefault(homes[i].mesh if homes else _devices(g), []).append(i)
+    for i, (g, leaf) in enumerate(zip(columns[0], columns[2])):
+        groups.setdefault((homes[i].mesh if homes else None, _devices(g) or _devices(leaf.mu)), []).append(i)
     if len(groups) <= 1 and some is None:
         return step(*columns, shared)
     outputs, leaves = [None] * len(columns[0]), [None] * len(columns[0])
     for members in groups.values():
         part = tuple([column[i] for i in members] for column in columns)
-        here = _at(shared, part[0][0])
+        here = _at(shared, [part[0][0], part[2][0].mu])
         if not homes:
             some_outputs, new = step(*part, here)
         else:
@@ -135,18 +141,19 @@ def by_mesh(
     return outputs, leaves
 
 
-def _devices(g: Any) -> Any:
+def _devices(x: Any) -> Any:
     """The devices that a concrete array is bound to."""
-    if isinstance(g, jax.Array) and not isinstance(g, jax.core.Tracer) and g.committed:
-        return frozenset(g.sharding.device_set)
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
+        return frozenset(x.sharding.device_set)
     return None
 
 
-def _at(tree: Any, g: Any) -> Any:
-    """The concrete arrays of ``tree`` on the mesh that a concrete ``g`` lives on."""
-    if isinstance(g, jax.core.Tracer) or not isinstance(getattr(g, "sharding", None), NamedSharding):
+def _at(tree: Any, arrays: list[Any]) -> Any:
+    """The concrete arrays of ``tree`` on the mesh that concrete ``arrays`` are bound to."""
+    bound = next((x for x in arrays if _devices(x) is not None), None)
+    if bound is None or not isinstance(bound.sharding, NamedSharding):
         return tree
-    everywhere = NamedSharding(g.sharding.mesh, PartitionSpec())
+    everywhere = NamedSharding(bound.sharding.mesh, PartitionSpec())
     return jax.tree.map(lambda x: jax.device_put(x, everywhere) if isinstance(x, jax.Array) else x, tree)
 
 
