@@ -28,6 +28,7 @@ class GPTConfig:
     layers: int
     heads: int
     width: int
+    stddev: float = STDDEV  # of the initial weights
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -55,6 +56,7 @@ class LlamaConfig:
     qk_norm: bool = False  # RMSNorm over each query and key head (Qwen3)
     split_heads: bool = False  # projections as (width, heads, head_dim) instead of (width, heads * head_dim)
     scan: bool = False  # layers stacked along a leading axis, compiled once
+    stddev: float = STDDEV  # of the initial weights
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -69,8 +71,8 @@ class LlamaConfig:
         return self.head_dim or self.width // self.heads
 
 
-def normal(scale: float = 1.0) -> Any:
-    return nn.initializers.normal(STDDEV * scale)
+def normal(stddev: float = STDDEV) -> Any:
+    return nn.initializers.normal(stddev)
 
 
 class GPTBlock(nn.Module):
@@ -79,17 +81,17 @@ class GPTBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        residual = normal(1 / math.sqrt(2 * c.layers))  # keeps the sum of all branches at unit scale
+        residual = normal(c.stddev / math.sqrt(2 * c.layers))  # keeps the sum of all branches at unit scale
         batch, length, _ = x.shape
 
         h = nn.LayerNorm(epsilon=1e-5, name="ln_1")(x)
-        q, k, v = jnp.split(nn.Dense(3 * c.width, kernel_init=normal(), name="attn_qkv")(h), 3, axis=-1)
+        q, k, v = jnp.split(nn.Dense(3 * c.width, kernel_init=normal(c.stddev), name="attn_qkv")(h), 3, axis=-1)
         q, k, v = (t.reshape(batch, length, c.heads, c.head_size) for t in (q, k, v))
         h = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(batch, length, c.width)
         x = x + nn.Dense(c.width, kernel_init=residual, name="attn_out")(h)
 
         h = nn.LayerNorm(epsilon=1e-5, name="ln_2")(x)
-        h = nn.gelu(nn.Dense(4 * c.width, kernel_init=normal(), name="mlp_in")(h))
+        h = nn.gelu(nn.Dense(4 * c.width, kernel_init=normal(c.stddev), name="mlp_in")(h))
         return x + nn.Dense(c.width, kernel_init=residual, name="mlp_out")(h)
 
 
@@ -102,8 +104,8 @@ class GPT(nn.Module):
         if tokens.shape[1] > c.context:
             raise ValueError(f"GPT: {tokens.shape[1]} tokens, but the model has positions for {c.context}")
         tokens = tokens.astype(jnp.int32)
-        embed = nn.Embed(c.vocab, c.width, embedding_init=normal(), name="wte")
-        positions = nn.Embed(c.context, c.width, embedding_init=normal(), name="wpe")
+        embed = nn.Embed(c.vocab, c.width, embedding_init=normal(c.stddev), name="wte")
+        positions = nn.Embed(c.context, c.width, embedding_init=normal(c.stddev), name="wpe")
         x = embed(tokens) + positions(jnp.arange(tokens.shape[1]))
         for i in range(c.layers):
             x = GPTBlock(c, name=f"h_{i}")(x)
@@ -135,12 +137,12 @@ class LlamaBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        residual = normal(1 / math.sqrt(2 * c.layers))
+        residual = normal(c.stddev / math.sqrt(2 * c.layers))
         batch, length, _ = x.shape
 
         def heads(h: jax.Array, count: int, name: str) -> jax.Array:
             shape = (count, c.head_size) if c.split_heads else count * c.head_size
-            h = nn.DenseGeneral(shape, use_bias=False, kernel_init=normal(), name=name)(h)
+            h = nn.DenseGeneral(shape, use_bias=False, kernel_init=normal(c.stddev), name=name)(h)
             return h.reshape(batch, length, count, c.head_size)
 
         h = nn.RMSNorm(epsilon=1e-5, name="attn_norm")(x)
@@ -156,8 +158,8 @@ class LlamaBlock(nn.Module):
         x = x + nn.DenseGeneral(c.width, axis=axes, use_bias=False, kernel_init=residual, name="o")(h)
 
         h = nn.RMSNorm(epsilon=1e-5, name="mlp_norm")(x)
-        gate = nn.silu(nn.Dense(c.hidden, use_bias=False, kernel_init=normal(), name="gate")(h))
-        h = gate * nn.Dense(c.hidden, use_bias=False, kernel_init=normal(), name="up")(h)
+        gate = nn.silu(nn.Dense(c.hidden, use_bias=False, kernel_init=normal(c.stddev), name="gate")(h))
+        h = gate * nn.Dense(c.hidden, use_bias=False, kernel_init=normal(c.stddev), name="up")(h)
         return x + nn.Dense(c.width, use_bias=False, kernel_init=residual, name="down")(h)
 
 
@@ -177,7 +179,7 @@ class Llama(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         c = self.config
-        embed = nn.Embed(c.vocab, c.width, embedding_init=normal(), name="embed")
+        embed = nn.Embed(c.vocab, c.width, embedding_init=normal(c.stddev), name="embed")
         x = embed(tokens.astype(jnp.int32))
         if c.scan:
             stack = nn.scan(
@@ -190,4 +192,4 @@ class Llama(nn.Module):
         x = nn.RMSNorm(epsilon=1e-5, name="norm")(x)
         if c.tied:
             return embed.attend(x)
-        return nn.Dense(c.vocab, use_bias=False, kernel_init=normal(), name="head")(x)
+        return nn.Dense(c.vocab, use_bias=False, kernel_init=normal(c.stddev), name="head")(x)

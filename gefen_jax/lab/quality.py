@@ -1,12 +1,13 @@
 """The quality study: does an optimizer reach AdamW's loss, at AdamW's learning rate?
 
 gefen-jax bench quality run --tasks gpt,llama --optimizers adamw,gefen --seeds 0-7 --out study.jsonl
-gefen-jax bench quality report study.jsonl --out report
+gefen-jax bench quality codebooks --tasks gpt --out codebooks.jsonl
+gefen-jax bench quality report study.jsonl codebooks.jsonl --out report
 
 `run` trains tasks x optimizers x rates x seeds, each run from the same initial parameters and on the same batches for
 all optimizers, and appends a JSON line for each. It may be stopped and started again: finished runs are skipped. Rates
-such as 1x and 2x are multiples of AdamW's best, which is chosen first, on seeds of its own. `report` writes a
-Markdown report with tables and plots.
+such as 1x and 2x are multiples of AdamW's best, which is chosen first, on seeds of its own. `codebooks` measures how
+well families of codebooks fit momentum, and for how long. `report` writes it all up: Markdown with tables and plots.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from gefen_jax.lab import quality_cells, quality_report
+from gefen_jax.lab import quality_cells, quality_momentum, quality_report, quality_tasks
 from gefen_jax.lab.display import duration
 from gefen_jax.lab.errors import UsageError
 from gefen_jax.lab.quality_cells import Cell, Key
@@ -26,11 +27,13 @@ from gefen_jax.lab.quality_grid import Grid, parse_names, parse_seeds
 from gefen_jax.lab.quality_runner import Runner
 from gefen_jax.lab.quality_tasks import TASKS
 from gefen_jax.lab.quality_variants import VARIANTS
+from gefen_jax.lab.results import table as results_table
+from gefen_jax.lab.results import write
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `gefen-jax bench quality`."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="run|report")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="run|codebooks|report")
     run = actions.add_parser("run", help="train, and append to a file", description="Train, and append to a file.")
     run.add_argument("--tasks", default="gpt,llama", metavar="NAMES", help=f"of {', '.join(TASKS)}; %(default)s")
     run.add_argument(
@@ -52,8 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--steps", type=int, default=400, help="of each run; %(default)s")
     run.add_argument("--data", metavar="SPEC", help="a text or images of your own, for all tasks; default: the task's")
     run.add_argument("--out", type=Path, default=Path("gefen-quality.jsonl"), metavar="FILE", help="%(default)s")
+    books = actions.add_parser(
+        "codebooks", help="compare families of codebooks", description="Compare families of codebooks."
+    )
+    books.add_argument("--tasks", default="gpt,llama", metavar="NAMES", help="%(default)s")
+    books.add_argument("--rate", type=float, default=2e-3, help="AdamW's; %(default)s")
+    books.add_argument("--seeds", default="0-2", help="%(default)s")
+    books.add_argument("--steps", type=int, default=400, help="%(default)s")
+    books.add_argument("--data", metavar="SPEC", help="a text or images of your own; default: the task's")
+    books.add_argument("--out", type=Path, default=Path("gefen-codebooks.jsonl"), metavar="FILE", help="%(default)s")
     report = actions.add_parser("report", help="write tables and plots", description="Write tables and plots.")
-    report.add_argument("files", nargs="+", metavar="FILE", help="what `run` wrote")
+    report.add_argument("files", nargs="+", metavar="FILE", help="what `run` and `codebooks` wrote")
     report.add_argument("--out", type=Path, default=Path("gefen-quality"), metavar="FOLDER", help="%(default)s")
 
 
@@ -61,11 +73,45 @@ def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code."""
     console = Console(width=None if sys.stdout.isatty() else 120)
     if args.action == "report":
-        written = quality_report.write(quality_cells.read(args.files), args.out)
+        written = quality_report.write(quality_cells.read(args.files), args.out, quality_momentum.read(args.files))
         console.print(f"wrote {', '.join(map(str, written))}", highlight=False, soft_wrap=True)
+        return 0
+    if args.action == "codebooks":
+        codebooks(args, console)
         return 0
     train(grid_of(args), args.data, args.out, console)
     return 0
+
+
+def codebooks(args: argparse.Namespace, console: Console) -> None:
+    """Study codebooks, show the tables, append the results to the file."""
+    seeds, tasks = parse_seeds(args.seeds), parse_names(args.tasks, "--tasks")
+    for task in tasks:
+        quality_tasks.choose(task)
+    if not seeds or args.steps < 1 or not args.rate > 0:
+        raise UsageError("--seeds, --steps and --rate: give at least one seed, one step and a rate above 0")
+    make_file(args.out)
+    for task in tasks:
+        results = quality_momentum.study(
+            task,
+            rate=args.rate,
+            seeds=seeds,
+            steps=args.steps,
+            data=args.data,
+            progress=lambda seed: console.print(f"{task} seed {seed} done", highlight=False),  # noqa: B023
+        )
+        for title, head, rows in quality_momentum.tables(results):
+            console.print(f"\n{title}\n{results_table(head, rows)}", highlight=False, soft_wrap=True)
+        write(args.out, results)
+
+
+def make_file(path: Path) -> None:
+    """Make a file and its folder, or refuse now rather than after the first run."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        raise UsageError(f"--out {str(path)!r}: cannot write there ({error.strerror})") from error
 
 
 def grid_of(args: argparse.Namespace) -> Grid:
@@ -89,11 +135,7 @@ def grid_of(args: argparse.Namespace) -> Grid:
 def train(grid: Grid, data: str | None, out: Path, console: Console) -> None:
     """Run what is missing of a grid, appending to the file."""
     cells = quality_cells.read([out]) if out.exists() else []
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.open("ab").close()  # refused now rather than after the first run
-    except OSError as error:
-        raise UsageError(f"--out {str(out)!r}: cannot write there ({error.strerror})") from error
+    make_file(out)
     runner = Runner(data)
 
     def fingerprint(task: str) -> str:

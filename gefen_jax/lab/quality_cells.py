@@ -24,7 +24,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from gefen_jax.lab.record import finite
 
 SCHEMA = 1
 BENCHMARK = "bench quality"
+CODEBOOKS = "bench quality codebooks"  # lines of `quality_momentum`, which may stand in the same file
 CHOICE, STUDY = "choice", "study"
 
 
@@ -103,10 +104,9 @@ class Cell:
         return json.dumps(_all_rounded(finite(fields)), allow_nan=False)
 
     @classmethod
-    def loads(cls, line: str) -> "Cell":
-        """The cell of a JSON line; raises ValueError for anything else."""
-        found = json.loads(line)
-        if not isinstance(found, dict) or (found.get("benchmark"), found.get("schema")) != (BENCHMARK, SCHEMA):
+    def of(cls, found: Mapping[str, Any]) -> "Cell":
+        """The cell of a line's object; raises ValueError for anything else."""
+        if (found.get("benchmark"), found.get("schema")) != (BENCHMARK, SCHEMA):
             raise ValueError(f"not a line of {BENCHMARK!r}, schema {SCHEMA}")
         names = [field.name for field in dataclasses.fields(cls)]
         if missing := [name for name in names if name not in found]:
@@ -145,18 +145,33 @@ def read(paths: Iterable[str | Path]) -> list[Cell]:
       UsageError: a file cannot be read, or a line is not a cell.
     """
     found: dict[Key, Cell] = {}
+    for where, line in lines(paths):
+        if line.get("benchmark") == CODEBOOKS:
+            continue
+        try:
+            cell = Cell.of(line)
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{where}: {error}") from error
+        found.setdefault(cell.key, cell)
+    return list(found.values())
+
+
+def lines(paths: Iterable[str | Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, object) of every whole line of JSON-lines files; raises `UsageError`."""
     for path in paths:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{path}: cannot be read ({error})") from error
         for number, line in enumerate(text.split("\n")[:-1], 1):
+            where = f"{path}, line {number}"
             try:
-                cell = Cell.loads(line)
-            except (ValueError, TypeError) as error:
-                raise UsageError(f"{path}, line {number}: {error}") from error
-            found.setdefault(cell.key, cell)
-    return list(found.values())
+                found = json.loads(line)
+            except ValueError as error:
+                raise UsageError(f"{where}: {error}") from error
+            if not isinstance(found, dict):
+                raise UsageError(f"{where}: found {type(found).__name__}, expected an object")
+            yield where, found
 
 
 def append(path: str | Path, cell: Cell) -> None:

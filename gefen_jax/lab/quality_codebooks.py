@@ -66,12 +66,18 @@ def logarithmic(counts: np.ndarray, bits: int) -> np.ndarray:
 
 
 def lloyd(counts: np.ndarray, bits: int) -> np.ndarray:
-    """Lloyd's iterations from evenly spaced words, ends and zero held: a local optimum (Lloyd 1982, Max 1960)."""
+    """Lloyd's iterations, ends and zero held: a local optimum (Lloyd 1982, Max 1960).
+
+    They start from the words of high-resolution theory, whose density is the cube root of the data's. From evenly
+    spaced ones they stop at once: no word moves far enough to pass a bin on.
+    """
     folded = (counts[BINS // 2 :] + counts[: BINS // 2][::-1]).astype(np.float64)
     centres = (np.arange(BINS // 2) + 0.5) * STEP
+    mass = np.cumsum(np.cbrt(folded + 1e-3))
 
     def side(count: int) -> np.ndarray:
-        words = np.arange(count + 1) / count
+        words = np.interp(np.arange(count + 1) / count, mass / mass[-1], centres)
+        words[0], words[-1] = 0, 1
         for _ in range(LLOYD_STEPS):
             served = np.searchsorted((words[1:] + words[:-1]) / 2, centres)
             weight = np.bincount(served, folded, count + 1)

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gefen_jax.lab import quality_plots, quality_stats, quality_tasks, quality_variants
+from gefen_jax.lab import quality_momentum, quality_plots, quality_stats, quality_tasks, quality_variants
 from gefen_jax.lab.errors import UsageError
 from gefen_jax.lab.quality_cells import STUDY, Cell, Setting, rounded
 from gefen_jax.lab.quality_stats import BASE, Best, Gap, Verdict
+from gefen_jax.lab.results import Result
 
 REPORT = "README.md"
 
@@ -85,7 +86,7 @@ def label(name: str) -> str:
     return quality_variants.VARIANTS[name].label if name in quality_variants.VARIANTS else name
 
 
-def write(cells: Sequence[Cell], folder: Path) -> list[Path]:
+def write(cells: Sequence[Cell], folder: Path, codebooks: Sequence[Result] = ()) -> list[Path]:
     """Write the report; returns the files.
 
     Raises:
@@ -100,11 +101,13 @@ def write(cells: Sequence[Cell], folder: Path) -> list[Path]:
     results = analyse(cells)
     plots = quality_plots.draw(results, folder)
     path = folder / REPORT
-    path.write_text(markdown(results, cells, [plot.name for plot in plots]), encoding="utf-8")
+    path.write_text(markdown(results, cells, [plot.name for plot in plots], codebooks), encoding="utf-8")
     return [path, *plots]
 
 
-def markdown(results: Sequence[TaskResult], cells: Sequence[Cell], plots: Sequence[str]) -> str:
+def markdown(
+    results: Sequence[TaskResult], cells: Sequence[Cell], plots: Sequence[str], codebooks: Sequence[Result]
+) -> str:
     """The report's text."""
     language = [result for result in results if result.language]
     parts = ["# Quality study", introduction(cells)]
@@ -114,6 +117,8 @@ def markdown(results: Sequence[TaskResult], cells: Sequence[Cell], plots: Sequen
     parts += [f"![{name}]({name})" for name in plots]
     for result in results:
         parts += [f"## {heading(result.setting, results)}", task_table(result)]
+    if codebooks:
+        parts += ["## Codebooks", codebook_section(codebooks)]
     parts += ["## Missing", missing_section(results)]
     return "\n\n".join(parts) + "\n"
 
@@ -254,6 +259,20 @@ def costs(cells: Sequence[Cell], name: str) -> list[str]:
     on_cpu = all(cell.environment["backend"] == "cpu" for cell in mine)
     shown = f"{state[0]:.2f}" if state[-1] - state[0] < 0.01 else f"{state[0]:.2f} to {state[-1]:.2f}"
     return [shown, ratio("peak_bytes"), ratio("step_cpu_seconds" if on_cpu else "step_seconds")]
+
+
+def codebook_section(results: Sequence[Result]) -> str:
+    """How well families of codebooks fit momentum, and for how long."""
+    samples = ", ".join(str(count) for count in sorted({result.samples for result in results}))
+    text = (
+        "Squared error of codebooks on the first moment of AdamW, in the blocks of the shape rule, relative to that of "
+        "words learned from the same moment: 1 means that calibrating again would gain nothing. Medians over "
+        f"{samples} seeds."
+    )
+    parts = [text]
+    for title, head, rows in quality_momentum.tables(results):
+        parts += [f"**{title}**", table(head, rows)]
+    return "\n\n".join(parts)
 
 
 def missing_section(results: Sequence[TaskResult]) -> str:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from gefen_jax.lab import adapters, data, models, tasks, train
 from gefen_jax.lab.errors import UsageError
-from gefen_jax.lab.language import LlamaConfig
+from gefen_jax.lab.language import GPTConfig, LlamaConfig
 from gefen_jax.lab.ngrams import NGramConfig
 from gefen_jax.lab.optimizers import build
 from gefen_jax.lab.vision import CNNConfig, ResNetConfig
@@ -27,7 +27,17 @@ RANK = 32  # of the adapters: those of the wider layers are then large enough to
 PRETRAINING = 400  # steps of AdamW for the model that the adapters tune
 
 QWEN = LlamaConfig(
-    vocab=256, context=64, layers=3, heads=4, kv_heads=2, width=96, hidden=256, head_dim=32, tied=True, qk_norm=True
+    vocab=256,
+    context=64,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    width=96,
+    hidden=256,
+    head_dim=32,
+    tied=True,
+    qk_norm=True,
+    stddev=models.NARROW,
 )
 NGRAM = NGramConfig(vocab=256, context=64, orders=5, rows=8192, width=16, hidden=128)
 
@@ -113,6 +123,7 @@ def _task(label: str, load: Callable[..., Loaded], config: Any, spec: str, **fie
     return StudyTask(label, functools.partial(load, config), spec, **fields)
 
 
+_SMALL = GPTConfig(vocab=256, context=32, layers=2, heads=2, width=64, stddev=0.07)
 _GPT, _LLAMA = models.preset("gpt-study"), models.preset("llama-study")
 _IMAGES = "fashion-mnist" if Path(data.FASHION_MNIST).is_dir() else "digits"
 
@@ -129,6 +140,7 @@ TASKS: Mapping[str, StudyTask] = MappingProxyType(
         ),
         "lora": _task("LoRA fine-tune to prose", adapter_task, _GPT, "pydoc"),
         "ngram": _task("n-gram embeddings, rare rows", text_task, NGRAM, "stdlib"),
+        "small": _task("GPT-2 style, 0.12 M parameters, for trying things out", text_task, _SMALL, "stdlib"),
         "cnn": _task("convolutional network, digits", image_task, CNNConfig, "digits", batch=64),
         "resnet": _task("residual network, images", image_task, ResNetConfig, _IMAGES, batch=64),
     }

@@ -87,6 +87,7 @@ def _variants() -> dict[str, Choice]:
             found[f"{name}_rows{size}"] = gefen_choice(f"{label}, blocks of {size}", prepare, bits=bits)
         prepare = with_tiles(column_block(256), bits)
         found[f"{name}_columns256"] = gefen_choice(f"{label}, column blocks", prepare, bits=bits)
+    found["gefen_companding"] = gefen_choice("Gefen, companding codec", codec="companding")
     found["gefen_batches4"] = gefen_choice("Gefen, calibrated on 4 batches", batches=4)
     return found
 
