@@ -8,6 +8,9 @@ from gefen_jax.diagnose import advise as advise
 from gefen_jax.diagnose import diagnose as diagnose
 from gefen_jax.explain import blocks as blocks
 from gefen_jax.explain import explain as explain
+from gefen_jax.fused import apply as apply
+from gefen_jax.fused import clip_by_global_norm as clip_by_global_norm
+from gefen_jax.fused import fused_chain as fused_chain
 from gefen_jax.learn import learn_plan as learn_plan
 from gefen_jax.placement import state_sharding as state_sharding
 from gefen_jax.plan import LeafPlan as LeafPlan
