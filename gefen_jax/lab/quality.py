@@ -30,6 +30,8 @@ from gefen_jax.lab.quality_variants import VARIANTS
 from gefen_jax.lab.results import table as results_table
 from gefen_jax.lab.results import write
 
+STUDIES = Path(__file__).parent / "studies"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `gefen-jax bench quality`."""
@@ -65,7 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     books.add_argument("--data", metavar="SPEC", help="a text or images of your own; default: the task's")
     books.add_argument("--out", type=Path, default=Path("gefen-codebooks.jsonl"), metavar="FILE", help="%(default)s")
     report = actions.add_parser("report", help="write tables and plots", description="Write tables and plots.")
-    report.add_argument("files", nargs="+", metavar="FILE", help="what `run` and `codebooks` wrote")
+    report.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="what `run` and `codebooks` wrote; default: the package's",
+    )
+    report.add_argument("--table", action="store_true", help="print the table of the language-model tasks instead")
     report.add_argument("--out", type=Path, default=Path("gefen-quality"), metavar="FOLDER", help="%(default)s")
 
 
@@ -73,7 +81,12 @@ def run(args: argparse.Namespace) -> int:
     """The subcommand; returns the exit code."""
     console = Console(width=None if sys.stdout.isatty() else 120)
     if args.action == "report":
-        written = quality_report.write(quality_cells.read(args.files), args.out, quality_momentum.read(args.files))
+        files = args.files or shipped()
+        cells = quality_cells.read(files)
+        if args.table:
+            print(quality_report.language_table(cells))
+            return 0
+        written = quality_report.write(cells, args.out, quality_momentum.read(files))
         console.print(f"wrote {', '.join(map(str, written))}", highlight=False, soft_wrap=True)
         return 0
     if args.action == "codebooks":
@@ -81,6 +94,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     train(grid_of(args), args.data, args.out, console)
     return 0
+
+
+def shipped() -> list[Path]:
+    """The studies in this package."""
+    return sorted(STUDIES.glob("*.jsonl"))
 
 
 def codebooks(args: argparse.Namespace, console: Console) -> None:

@@ -105,6 +105,14 @@ def write(cells: Sequence[Cell], folder: Path, codebooks: Sequence[Result] = ())
     return [path, *plots]
 
 
+def language_table(cells: Sequence[Cell]) -> str:
+    """The Markdown table of the language-model tasks; raises `UsageError` without any."""
+    language = [result for result in analyse(cells) if result.language]
+    if not language:
+        raise UsageError("there is no run of a language-model task in these files yet")
+    return pooled_table(language)
+
+
 def markdown(
     results: Sequence[TaskResult], cells: Sequence[Cell], plots: Sequence[str], codebooks: Sequence[Result]
 ) -> str:
@@ -286,6 +294,8 @@ def missing_section(results: Sequence[TaskResult]) -> str:
             continue
         if not base.independent:
             lines.append(f"{name}: AdamW's best rate was not chosen on seeds of its own.")
+        elif base.edge:
+            lines.append(f"{name}: AdamW's best rate {base.rate:g} is at the edge of those tried.")
         most = max((gap.pairs for gap in result.gaps.values()), default=0)
         for column in COLUMNS[:2]:
             short = [
@@ -294,11 +304,12 @@ def missing_section(results: Sequence[TaskResult]) -> str:
                 if (gap := result.gaps[column.rate, optimizer]).pairs < most
             ]
             if short:
-                lines.append(f"{name}, {column.title}, fewer pairs than {most}: {', '.join(short)}.")
+                lines.append(f"{name}, {column.title}, fewer pairs than {most}: {'; '.join(short)}.")
         untuned = [label(o) for o in result.optimizers if o not in result.bests or not result.bests[o].independent]
         if untuned:
-            lines.append(f"{name}: own best rate not chosen on seeds of its own: {', '.join(untuned)}.")
-    absent = [name for name in quality_tasks.TASKS if name not in {result.setting.task for result in results}]
+            lines.append(f"{name}: own best rate not chosen on seeds of its own: {'; '.join(untuned)}.")
+    present = {result.setting.task for result in results}
+    absent = [name for name, task in quality_tasks.TASKS.items() if name not in present and not task.trial]
     if absent:
         lines.append(f"Tasks without a run: {', '.join(absent)}.")
     return "\n".join(f"* {line}" for line in lines) or "Nothing."

@@ -61,6 +61,7 @@ class StudyTask:
       batch: examples per step.
       language: whether it is one of the language-model tasks, over which the gate pools.
       held_out: whether it has no part in any decision about the optimizer.
+      trial: whether it is for trying things out, and no part of a complete study.
     """
 
     label: str
@@ -69,6 +70,7 @@ class StudyTask:
     batch: int = 16
     language: bool = False
     held_out: bool = False
+    trial: bool = False
 
 
 def text_task(config: models.LanguageConfig, spec: str) -> Loaded:
@@ -140,7 +142,7 @@ TASKS: Mapping[str, StudyTask] = MappingProxyType(
         ),
         "lora": _task("LoRA fine-tune to prose", adapter_task, _GPT, "pydoc"),
         "ngram": _task("n-gram embeddings, rare rows", text_task, NGRAM, "stdlib"),
-        "small": _task("GPT-2 style, 0.12 M parameters, for trying things out", text_task, _SMALL, "stdlib"),
+        "small": _task("GPT-2 style, 0.12 M parameters", text_task, _SMALL, "stdlib", trial=True),
         "cnn": _task("convolutional network, digits", image_task, CNNConfig, "digits", batch=64),
         "resnet": _task("residual network, images", image_task, ResNetConfig, _IMAGES, batch=64),
     }

@@ -44,7 +44,7 @@ def cell(optimizer="adamw", **change):
 
 def study(task="gpt", *, gap, noise=0.005, seeds=range(16), rates=(1e-3, 2e-3), choice=None):
     """AdamW and Gefen over seeds and rates, Gefen's mean difference exactly `gap`, after a choice of rates."""
-    choice = {1e-3: 1.9, 2e-3: 2.0} if choice is None else choice
+    choice = {5e-4: 2.0, 1e-3: 1.9, 2e-3: 2.0} if choice is None else choice
     cells = [cell(task=task, purpose=CHOICE, seed=100, rate=rate, loss=loss) for rate, loss in choice.items()]
     random = np.random.default_rng(0)
     for rate in rates:

@@ -163,7 +163,8 @@ def test_initialisation():
     jax.tree.map(np.testing.assert_array_equal, params, again)
     block = params["h_0"]
     assert np.std(block["mlp_in"]["kernel"]) == pytest.approx(config.stddev, rel=0.02)
-    assert np.std(block["mlp_out"]["kernel"]) == pytest.approx(config.stddev / np.sqrt(6), rel=0.02)  # 2 branches x 3 layers
+    residual = config.stddev / np.sqrt(6)  # 2 branches x 3 layers
+    assert np.std(block["mlp_out"]["kernel"]) == pytest.approx(residual, rel=0.02)
     assert (block["ln_1"]["scale"] == 1).all()
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 

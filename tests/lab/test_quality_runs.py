@@ -190,6 +190,9 @@ def test_command_stops_and_goes_on(tmp_path, monkeypatch, capsys):
     assert max(files.values()) < 200_000
     text = (tmp_path / "report" / "README.md").read_text()
     assert "| Gefen | " in text
+    capsys.readouterr()
+    assert command("report", path, "--table") == 0
+    assert capsys.readouterr().out.strip() in text
     assert "3 pairs" in text
 
 

@@ -59,12 +59,12 @@ def test_best_rate_avoids_rates_that_diverged():
 
 
 def test_choice_runs_choose_and_are_never_compared():
-    cells = study(choice={1e-3: 2.0, 2e-3: 1.9}, rates=(1e-3, 2e-3), gap=0.0)
+    cells = study(choice={1e-3: 2.0, 2e-3: 1.9, 4e-3: 2.1}, rates=(1e-3, 2e-3), gap=0.0)
     cells = [dataclasses.replace(c, loss=1.0) if (c.purpose, c.rate) == (STUDY, 1e-3) else c for c in cells]
     best = quality_stats.choose_best(cells, "adamw")
-    assert (best.rate, best.independent) == (2e-3, True)
+    assert (best.rate, best.independent, best.edge) == (2e-3, True, False)
     best = quality_stats.choose_best([c for c in cells if c.purpose == STUDY], "adamw")
-    assert (best.rate, best.independent) == (1e-3, False)
+    assert (best.rate, best.independent, best.edge) == (1e-3, False, True)
 
 
 def gate(**options):
@@ -109,6 +109,9 @@ def test_gate_stays_open_without_evidence():
     assert quality_stats.gate(seen, "gefen").missing == ("no pair on a held-out task",)
     assert "qwen: no run at 0.002, twice AdamW's best rate" in gate(gap=0.0, rates=(1e-3,)).missing
     assert "gpt: AdamW's best rate is not chosen on other seeds" in gate(gap=0.0, choice={}).missing
+    edge = gate(gap=0.0, choice={1e-3: 1.9, 2e-3: 2.0})
+    assert edge.missing[0] == "gpt: AdamW's best rate 0.001 is at the edge of those tried"
+    assert edge.passed is None
     assert quality_stats.gate(study(task="cnn", gap=0.0), "gefen").passed is None
 
 
