@@ -229,12 +229,7 @@ def _survey(gradients: Sequence[np.ndarray], fallback: LeafPlan, options: Option
     )
     if options.align == 1:
         return found
-    local = tuple(
-        candidate
-        for candidate in found.candidates
-        if candidate.structure[0] != "tile" or tiling.is_aligned(found.shape, candidate.structure[1], options.align)
-    )
-    return dataclasses.replace(found, candidates=local)
+    return partition.restrict(found, lambda x: x[0] != "tile" or tiling.is_aligned(found.shape, x[1], options.align))
 
 
 def _to_host(gradient: Any) -> np.ndarray:

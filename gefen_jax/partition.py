@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy.typing as npt
 
@@ -141,6 +141,12 @@ def survey(
     return dataclasses.replace(found, reason=LEARNED if len(_ascent(found)) > 1 else FLAT)
 
 
+def restrict(found: Survey, keep: Callable[[Structure], bool]) -> Survey:
+    """The survey of a leaf with those candidates alone that ``keep`` accepts."""
+    found = dataclasses.replace(found, candidates=tuple(c for c in found.candidates if keep(c.structure)))
+    return found if found.reason != LEARNED or len(_ascent(found)) > 1 else dataclasses.replace(found, reason=FLAT)
+
+
 def choose(surveys: Sequence[Survey], budget: int | None = None) -> list[Choice]:
     """Structures of all leaves together, within a budget of stored numbers.
 
@@ -152,7 +158,7 @@ def choose(surveys: Sequence[Survey], budget: int | None = None) -> list[Choice]
     Args:
       surveys: of all quantised leaves.
       budget: numbers that momentum scales and second moments together may store. None: one per 170 elements, or what
-        the shape rule stores if that is more.
+        the shape rule (or the cheapest candidate) stores if that is more.
 
     Returns:
       One `Choice` per survey.
@@ -162,7 +168,8 @@ def choose(surveys: Sequence[Survey], budget: int | None = None) -> list[Choice]
     """
     ascents = [_ascent(found) for found in surveys]
     if budget is None:
-        default = sum(found.scales + found.default_cost for found in surveys)
+        cheapest = [a[0].cost if s.reason == LEARNED else 0 for s, a in zip(surveys, ascents)]
+        default = sum(found.scales + max(found.default_cost, cost) for found, cost in zip(surveys, cheapest))
         budget = max(sum(math.prod(found.shape) for found in surveys) // ELEMENTS_PER_STATISTIC, default)
     left = budget - sum(found.scales for found in surveys)
     left -= sum(a[0].cost if s.reason == LEARNED else s.default_cost for s, a in zip(surveys, ascents))

@@ -328,7 +328,7 @@ def gefen_leaf(
         if options.second_moment == "full":
             nu = ("full",)
         elif options.second_moment == "block":
-            nu = ("tile", tiling.block_tile(shape, split, tile))
+            nu = ("tile", tiling.block_tile(shape, split, tile, options.align))
         else:
             nu = ("tile", tile) if split is None else ("factored", *split)
     return LeafPlan(shape, ("tile", tile), nu, reason, axes)

@@ -268,24 +268,28 @@ def is_aligned(shape: Shape, tile: Shape, align: int) -> bool:
     return all(size % align or (size // align) % length == 0 for size, length in zip(shape, tile))
 
 
-def block_tile(shape: Shape, split: tuple[int, int] | None, tile: Shape) -> Shape:
+def block_tile(shape: Shape, split: tuple[int, int] | None, tile: Shape, align: int = 1) -> Shape:
     """Block of the second moment for ``second_moment="block"``.
 
     One mean per batch entry and column (an output unit of a Flax kernel), or per row where there are at least 16
-    times as many rows as columns (an embedding); without a split, the momentum's ``tile``.
+    times as many rows as columns (an embedding); without a split, the momentum's ``tile``. Each is cut so that it
+    stays inside the parts of an axis that ``align`` cuts evenly.
 
     Examples:
       >>> block_tile((768, 3072), (0, 1), (1, 256)), block_tile((50257, 768), (0, 1), (1, 256))
       ((768, 1), (1, 768))
+      >>> block_tile((768, 3072), (0, 1), (1, 256), align=8)
+      (96, 1)
     """
     if split is None:
         return tile
     batch, rows = split
     _, height, width = _extent(shape, batch, rows)
     cut = batch + rows
+    local = tuple(size // align if size % align == 0 else size for size in shape)
     if height >= TALL * width:
-        return (1,) * cut + shape[cut:]
-    return (1,) * batch + shape[batch:cut] + (1,) * (len(shape) - cut)
+        return (1,) * cut + local[cut:]
+    return (1,) * batch + local[batch:cut] + (1,) * (len(shape) - cut)
 
 
 def packed_axis(shape: Shape) -> int | None:
