@@ -88,9 +88,16 @@ def step(
     for name in ("triton", "pallas"):
         members = [i for i, chosen in enumerate(names) if chosen == name]
         if members:
-            parts = ([column[i] for i in members] for column in (gradients, parameters, leaves))
-            scale = 1.0 if factor is None else factor
-            found, state = kernels.step(name, *parts, codebook, h, [tails[i] for i in members], scale)
+            found, state = kernels.step(
+                name,
+                [gradients[i] for i in members],
+                [parameters[i] for i in members],
+                [leaves[i] for i in members],
+                codebook,
+                h,
+                [tails[i] for i in members],
+                1.0 if factor is None else factor,
+            )
             for i, output, leaf in zip(members, found, state):
                 outputs[i], new[i] = output, leaf
     for i, (name, g, p, leaf, tail) in enumerate(zip(names, gradients, parameters, leaves, tails)):

@@ -66,9 +66,9 @@ def why_not(
 def _cut(shape: tuple[int, ...], leaf: Leaf, gradient: Any, parameter: Any) -> Any:
     from gefen_pallas.geometry import LeafShape, plan_leaf
 
-    shapes = (tuple(x.shape) for x in leaf)
+    mu, scale, nu, cross = (tuple(x.shape) for x in leaf)
     names = jnp.dtype(gradient).name, jnp.dtype(parameter).name
-    return plan_leaf(LeafShape(tuple(shape), *shapes, update.is_exact(leaf.mu), *names))
+    return plan_leaf(LeafShape(tuple(shape), mu, scale, nu, cross, update.is_exact(leaf.mu), *names))
 
 
 def step(
@@ -146,12 +146,13 @@ def _kernels(
         for g, p, leaf in zip(gradients, parameters, leaves)
     ]
     if name == "triton":
-        outputs, state = tree.step(
+        outputs, states = tree.step(
             compiled.Compiled(), arrays, cuts, words, vector, decays, reads=reads, apply=apply, companding=companding
         )
-        return outputs, [Leaf(*new) for new in state]
+        return outputs, [Leaf(*new) for new in states]
     h = _hyper(vector)
-    outputs, state = [], []
+    outputs = []
+    state: list[Leaf] = []
     for g, array, leaf, cut, decay in zip(gradients, arrays, leaves, cuts, decays):
         mean = None
         if tree.is_factored(cut):

@@ -108,10 +108,10 @@ def least_bytes(path: Path_, width: int) -> int | None:
 
 def random_tree(shapes: Any, seed: int) -> Any:
     """Gaussian arrays, each leaf at its own scale from 1 to 1e-3."""
-    leaves, tree = jax.tree.flatten(shapes)
+    leaves = jax.tree.leaves(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     made = [jax.random.normal(k, s.shape, s.dtype) * 10.0 ** -(i % 4) for i, (k, s) in enumerate(zip(keys, leaves))]
-    return tree.unflatten([x.astype(s.dtype) for x, s in zip(made, leaves)])
+    return jax.tree.unflatten(jax.tree.structure(shapes), [x.astype(s.dtype) for x, s in zip(made, leaves)])
 
 
 def check(path: Path_, shapes: Any) -> float:
@@ -199,7 +199,7 @@ def measure(path: Path_, shapes: Any, rows: int, steps: int) -> Timing:
     start = time.perf_counter()
     compiled = jax.jit(path.step, donate_argnums=path.donate).lower(grads, params, state).compile()
     compiling = time.perf_counter() - start
-    counted = aot.launches(compiled.as_text())
+    counted = aot.launches(compiled.as_text() or "")
     fresh = 0 in path.donate  # then every step needs gradients of its own
 
     def step(params: Any, state: Any) -> Any:

@@ -62,12 +62,16 @@ def forms() -> Iterator[Form]:
     yield Form("adamw: flat", updating(flat), flat.init)
     for second in ("auto", "block", "full"):
         tx = gefen(1e-3, second_moment=second, implementation="triton")
-        yield Form(f"gefen {second}: update", lambda g, p, s, tx=tx: tx.update(g, s, p), tx.init, donate=(0, 2))
+        yield Form(f"gefen {second}: update", _only_update(tx), tx.init, donate=(0, 2))
         yield Form(f"gefen {second}: apply", tx.apply, tx.init)
     tx = gefen(1e-3, implementation="triton")
     yield Form("gefen auto: update + apply_updates", updating(tx), tx.init)
     chain = fused_chain(clip_by_global_norm(1.0), tx)
     yield Form("gefen auto: clip + apply", chain.apply, chain.init)
+
+
+def _only_update(tx: Any) -> Callable[[Any, Any, Any], Any]:
+    return lambda grads, params, opt_state: tx.update(grads, opt_state, params)
 
 
 def count(form: Form, shapes: Any, target: str) -> Row:
@@ -88,8 +92,11 @@ def count(form: Form, shapes: Any, target: str) -> Row:
         (_compiled(form, jax.ShapeDtypeStruct(shape, leaves[0].dtype), target, size), number)
         for shape, number in kinds.items()
     ]
-    total = [sum(number * row[i] for row, number in rows) for i in range(1, 5)]  # type: ignore[misc]
-    return Row(form.name, *total, sum(row.seconds or 0 for row, _ in rows))  # type: ignore[arg-type]
+    large = sum(number * row.large for row, number in rows)
+    small = sum(number * (row.small or 0) for row, number in rows)
+    copies = sum(number * (row.copies or 0) for row, number in rows)
+    temporary = sum(number * (row.temporary or 0.0) for row, number in rows)
+    return Row(form.name, large, small, copies, temporary, sum(row.seconds or 0 for row, _ in rows))
 
 
 def _compiled(form: Form, shapes: Any, target: str, size: int) -> Row:

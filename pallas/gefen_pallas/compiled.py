@@ -57,9 +57,10 @@ def _accept_three_arguments(triton_lib: Any) -> None:
 
     from jax._src.interpreters import partial_eval
 
-    rule = partial_eval.dce_rules[triton_lib.triton_kernel_call_p]
+    rule: Any = partial_eval.dce_rules[triton_lib.triton_kernel_call_p]
     if len(inspect.signature(rule).parameters) == 2:
-        partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = lambda used, live, eqn: rule(used, eqn)
+        rules: dict[Any, Any] = partial_eval.dce_rules
+        rules[triton_lib.triton_kernel_call_p] = lambda used, live, eqn: rule(used, eqn)
 
 
 class Compiled:
@@ -88,7 +89,7 @@ class Compiled:
     def launch(
         self, name: str, programs: int, operands: list[Any], outputs: Sequence[int], **constants: Any
     ) -> list[Any]:
-        from gefen_pallas import source
+        from gefen_pallas import reductions, source
 
         options = {
             "ptx_version": _ptx_version(),
@@ -97,7 +98,7 @@ class Compiled:
         }
         found = _load().triton_call(
             *operands,
-            kernel=getattr(source, name),
+            kernel=getattr(source if name == "gefen_step" else reductions, name),
             name=name,
             grid=(programs,),
             out_type=tuple(jax.ShapeDtypeStruct((length,), jnp.float32) for length in outputs),

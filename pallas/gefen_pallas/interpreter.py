@@ -76,9 +76,9 @@ class Interpreter:
     def launch(
         self, name: str, programs: int, operands: list[Any], outputs: Sequence[int], **constants: Any
     ) -> list[np.ndarray]:
-        from gefen_pallas import source
+        from gefen_pallas import reductions, source
 
-        kernel = getattr(source, name)
+        kernel = getattr(source if name == "gefen_step" else reductions, name)
         if not type(kernel).__name__.startswith("Interpreted"):
             raise RuntimeError("Triton was imported to compile: set TRITON_INTERPRET=1 before the process imports it")
         written = [np.full(length, np.nan, np.float32) for length in outputs]

@@ -105,7 +105,8 @@ def _kernel(*refs: Any, cut: Cut, decay: int, reads: bool, apply: bool, factored
     other = rest.pop(0) if apply or reads else None
     count = len(rest) // 2
     old, new = rest[:count], rest[count:]
-    gradient, parameter = (other, old[0]) if apply else (old[0], other)
+    gradient: Any = other if apply else old[0]
+    parameter = old[0] if apply else other
     b1, w1, b2, w2, bc1, bc2, eps, rate, factor = (hyper[i] for i in range(9))
     load, store = _load, _store
 
@@ -180,7 +181,10 @@ def _kernel(*refs: Any, cut: Cut, decay: int, reads: bool, apply: bool, factored
         return 1.0 / ((jnp.sqrt(v / bc2) + eps) * bc1)
 
     axes: tuple[int, ...] = {CELL: (1, 2), ROW: (2,), COLUMN: (1,)}.get(kind.second, ()) + block[:1]
-    trips, ready, scale = 1, None, None
+    trips = 1
+    ready: Any = None
+    scale: Any = None
+    old_scale: Any = None
     if kind.loop == STRIPS:
         trips = -(-cut.strip_rows * cut.strip_columns // kind.x)
     elif kind.loop == ROWS:
@@ -190,7 +194,8 @@ def _kernel(*refs: Any, cut: Cut, decay: int, reads: bool, apply: bool, factored
 
     if kind.loop != ONCE:  # first the statistics of all that the program walks
         cell, *_, here = place(jnp.int32(0))
-        old_scale = None if kind.loop == STRIPS else load(old[2], cell, here)
+        if kind.loop != STRIPS:
+            old_scale = load(old[2], cell, here)
         shape = [1 if i in axes else n for i, n in enumerate((kind.x, kind.y, kind.z))]
 
         def gather(j: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
