@@ -27,6 +27,13 @@ COMMANDS = (
     Command(
         "bench step", "time, compile time and memory of the step against AdamW", "gefen_jax.lab.bench_step", "demo"
     ),
+    Command(
+        "bench launches", "what one step launches on a GPU, counted without one", "gefen_jax.lab.bench_launches", "demo"
+    ),
+    Command("bench gpu", "is every path right on this GPU, and how fast?", "gefen_jax.lab.bench_gpu", "demo"),
+    Command(
+        "bench ladder", "one step on six rungs, from eager to fused: launches and time", "gefen_jax.lab.ladder", "demo"
+    ),
     Command("bench memory", "bytes of optimizer state on real model shapes", "gefen_jax.lab.bench_memory", "demo"),
     Command(
         "bench quality", "train many times: is the loss AdamW's, at AdamW's rate?", "gefen_jax.lab.quality", "demo"
