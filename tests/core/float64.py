@@ -138,6 +138,16 @@ def unpack(codes, shape):
     return out
 
 
+def rounding_of(leaf, old, moments, g, t, h):
+    """Error that float32 leaves in the first moment, and what the direction multiplies it by.
+
+    A product, a product, a sum: relative to its terms, which may cancel.
+    """
+    error = 4 * ULP * (h.b1 * np.abs(old.m) + (1 - h.b1) * np.abs(np.asarray(g).astype(np.float64)))
+    root = np.sqrt(estimate(leaf, moments.nu, moments.cross) / (1 - h.b2**t))
+    return error, 1 / (1 - h.b1**t) / (root + h.eps)
+
+
 def check_step(leaf, before, after, g, direction, t, words, h, *, slack=2e-5):
     """Assert that one step of the library is `step` and `quantise` to float32 rounding.
 
@@ -157,9 +167,7 @@ def check_step(leaf, before, after, g, direction, t, words, h, *, slack=2e-5):
     if leaf.nu[0] == "factored":
         np.testing.assert_allclose(new.cross, moments.cross, rtol=slack, atol=1e-37)
     g = np.asarray(g)
-    # First moment: a product, a product, a sum; relative to its terms, which may cancel.
-    error = 4 * ULP * (h.b1 * np.abs(old.m) + (1 - h.b1) * np.abs(g.astype(np.float64)))
-    gain = 1 / (1 - h.b1**t) / (np.sqrt(estimate(leaf, moments.nu, moments.cross) / (1 - h.b2**t)) + h.eps)
+    error, gain = rounding_of(leaf, old, moments, g, t, h)
     rounding, floor = {"float32": (2 * ULP, 1e-37), "bfloat16": (2.0**-8, 1e-37), "float16": (2.0**-10, 2.0**-24)}[
         g.dtype.name
     ]

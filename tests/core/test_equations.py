@@ -99,7 +99,7 @@ def trees(draw):
     return params
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(trees(), st.sampled_from(["auto", "block", "factored", "full"]), st.sampled_from([8, 4]), st.booleans())
 def test_any_shape(params, second_moment, bits, quantise_all):
     """Every shape, dtype and structure: two steps are the equations, state shapes are those of the plan."""
