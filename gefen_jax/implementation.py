@@ -44,7 +44,7 @@ def choose(
     auto = requested == "auto"
     if requested in ("triton", "pallas") or (auto and jax.default_backend() != "cpu"):
         name = "triton" if auto else requested
-        reason = (kernels.unavailable(name) if auto else None) or kernels.shared(leaf, gradient)
+        reason = (kernels.unavailable(name) if auto else None) or kernels.shared(name, leaf, gradient)
         dtypes = [jnp.float32 if x is None else x.dtype for x in (gradient, parameter)]
         reason = reason or kernels.why_not(shape, leaf, *dtypes)
         return ("jnp", f"no kernel: {reason}") if reason else (name, "GPU: all leaves at once" if auto else "asked for")

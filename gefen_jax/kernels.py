@@ -36,8 +36,11 @@ def unavailable(name: str) -> str | None:
     return reason
 
 
-def shared(leaf: Leaf | None = None, gradient: Any = None) -> str | None:
-    """Why a kernel would see only part of what belongs together: it knows nothing of meshes. None if it sees all."""
+def shared(name: str = "triton", leaf: Leaf | None = None, gradient: Any = None) -> str | None:
+    """Why a kernel would see only part of what belongs together: it knows nothing of meshes. None if it sees all.
+
+    Inside `jax.shard_map` arrays are local, and a kernel runs on them if every statistic is as local as the gradient.
+    """
     manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
     if jax.device_count() > 1 and not manual and not _alone(gradient):
         return "several devices: whole arrays keep their sharding (call the step inside jax.shard_map for kernels)"
@@ -47,6 +50,8 @@ def shared(leaf: Leaf | None = None, gradient: Any = None) -> str | None:
     statistics += [leaf.nu_cross] if update.is_factored(leaf) else []
     if any(varying(gradient) - varying(statistic) for statistic in statistics):
         return "its statistics are shared between devices"
+    if name == "pallas" and varying(gradient):
+        return "Pallas needs check_vma=False in jax.shard_map"
     return None
 
 
