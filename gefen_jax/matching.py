@@ -150,11 +150,14 @@ def _check_devices(path: str, g: Any, leaf: Leaf) -> None:
 def check_manual(path: str, g: Any, leaf: Leaf, planned: LeafPlan | None) -> None:
     """Refuse what would be silently wrong inside `jax.shard_map`: gradients not averaged, blocks that cross shards.
 
-    Seen only with varying-axes checking (the default); local shapes alone do not show how a tile was cut, so leaves
-    with several blocks that are not split like their gradient need the plan's global shape.
+    Local shapes alone do not show how a tile was cut, so leaves with several blocks that are not split like their
+    gradient need the plan's global shape. So does all of it without varying-axes checking (``check_vma=False``), where
+    nothing can be seen but that the gradient is smaller than planned.
     """
     axes = varying(g)
     if not axes:
+        if planned is not None and 0 not in g.shape and tuple(g.shape) != planned.shape:
+            _check_unseen(path, tuple(g.shape), leaf, planned)
         return
     loose = axes - varying(leaf.mu)
     if loose:
@@ -175,6 +178,21 @@ def check_manual(path: str, g: Any, leaf: Leaf, planned: LeafPlan | None) -> Non
                 f"the mesh axes {sorted(crossed)} as its gradient {tuple(g.shape)} is: its blocks may cross shards; "
                 "build with gefen(..., plan=learn_plan(..., align=number of shards)) and split the state as "
                 "state_sharding says"
+            )
+
+
+def _check_unseen(path: str, shape: tuple[int, ...], leaf: Leaf, planned: LeafPlan) -> None:
+    """Refuse statistics that span a shard where it cannot be seen over which mesh axes to reduce them."""
+    for what, stat, whole in zip(leaf._fields[1:], leaf[1:], planned.statistics()):
+        if (what == "nu_cross" and planned.nu[0] != "factored") or (what == "mu_scale" and planned.exact):
+            continue
+        sizes = zip(shape, planned.shape, stat.shape, whole)
+        if not all(local == size or kept * size == of * local for local, size, kept, of in sizes):
+            raise ValueError(
+                f"gefen.update: the gradient of {path!r} has shape {shape}, the plan was made for {planned.shape}, and "
+                f"its {what} {tuple(stat.shape)} spans several shards: inside shard_map leave check_vma at its default "
+                'True, or keep blocks local with learn_plan(..., second_moment="block", align=number of shards); '
+                "elsewhere learn a plan for this model"
             )
 
 

@@ -181,6 +181,8 @@ def automatic(function: Callable[..., Any], *arguments: Any, out_sharding: Any =
     if not isinstance(first, jax.core.Tracer):
         everywhere = NamedSharding(first.sharding.mesh, PartitionSpec())
         values = [x if isinstance(x, jax.core.Tracer) or x.committed else jax.device_put(x, everywhere) for x in values]
+    mesh = explicit_sharding(first).mesh  # type: ignore[union-attr]
+    axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
     if out_sharding is None:
-        out_sharding = NamedSharding(explicit_sharding(first).mesh, PartitionSpec())  # type: ignore[union-attr]
-    return jax.sharding.auto_axes(inner, out_sharding=out_sharding)(*values)
+        out_sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.sharding.auto_axes(inner, axes=axes, out_sharding=out_sharding)(*values)

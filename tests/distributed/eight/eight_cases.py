@@ -1,5 +1,6 @@
 """Meshes, layouts, trees and comparisons that the tests on eight devices share."""
 
+import re
 from typing import NamedTuple
 
 import jax
@@ -127,3 +128,24 @@ def bytes_on_one_device(arrays):
         for shard in x.addressable_shards:
             held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
     return max(held.values())
+
+
+KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast|ragged-all-to-all"
+COLLECTIVE = re.compile(rf"^\s*(?:ROOT )?\S+ = (.*?) ({KINDS})(?:-start)?\(", re.MULTILINE)
+
+
+def collectives(compiled):
+    """[(operation, type, elements)] of a compiled program, sorted; one entry for each array of a combined one."""
+    found = []
+    for types, operation in COLLECTIVE.findall(compiled.as_text()):
+        for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", types):
+            elements = 1
+            for size in sizes.split(","):
+                elements *= int(size or 1)
+            found.append((operation, dtype, elements))
+    return sorted(found)
+
+
+def sums(*sizes):
+    """All-reductions of that many float32 numbers each."""
+    return sorted(("all-reduce", "f32", size) for size in sizes)

@@ -3,38 +3,17 @@
 Each case compiles one step and reads XLA's program: the operation, type and shape of every collective in it.
 """
 
-import re
-
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from eight_cases import AUTO, EXPLICIT, tree
+from eight_cases import AUTO, EXPLICIT, collectives, sums, tree
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gefen_jax import gefen, learn_plan, state_sharding
 
-KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast|ragged-all-to-all"
-COLLECTIVE = re.compile(rf"^\s*(?:ROOT )?\S+ = (.*?) ({KINDS})(?:-start)?\(", re.MULTILINE)
 MESHES = {"8": ((8,), ("d",)), "2x4": ((2, 4), ("f", "t"))}
-
-
-def collectives(compiled):
-    """[(operation, type, elements)] of a compiled program, sorted; one entry for each array of a combined one."""
-    found = []
-    for types, operation in COLLECTIVE.findall(compiled.as_text()):
-        for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", types):
-            elements = 1
-            for size in sizes.split(","):
-                elements *= int(size or 1)
-            found.append((operation, dtype, elements))
-    return sorted(found)
-
-
-def sums(*sizes):
-    """All-reductions of that many float32 numbers each."""
-    return sorted(("all-reduce", "f32", size) for size in sizes)
 
 
 def mesh_of(name, kind=AUTO):
