@@ -89,6 +89,8 @@ def main():
     (FOLDER / "default.pickle").write_bytes(pickle.dumps(jax.tree.map(np.asarray, state), protocol=4))
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(FOLDER / "default.orbax", state)
+    for marker in FOLDER.glob("default.orbax/commit_success.txt"):
+        marker.write_text("Checkpoint commit was successful")  # Orbax names the folder in it
 
 
 if __name__ == "__main__":
