@@ -113,7 +113,36 @@ def select_among_all():
     compiled.Compiled = original
 
 
+def wrappers():
+    """Inside the control flow of Optax's wrappers, of scan, and under vmap."""
+    params = shapes({"w": (64, 256), "b": (300,)})
+    inner = gefen(1e-2, implementation="triton")
+    inject = optax.inject_hyperparams(gefen, static_args=("mask", "full_precision", "implementation"))
+    stacked = jax.tree.map(lambda p: jax.ShapeDtypeStruct((5, *p.shape), p.dtype), params)
+    wrapped = {
+        "MultiSteps": optax.MultiSteps(inner, 4),
+        "apply_if_finite": optax.apply_if_finite(inner, 3),
+        "masked": optax.masked(inner, {"w": True, "b": False}),
+        "inject_hyperparams": inject(learning_rate=1e-2, implementation="triton"),
+    }
+    programs = {
+        name: aot.compile_for("h100", tx.update, params, jax.eval_shape(tx.init, params), params, donate=(0, 1))
+        for name, tx in wrapped.items()
+    }
+
+    def scanned(params, state, grads):
+        return jax.lax.scan(lambda carry, g: (inner.apply(g, *carry), None), (params, state), grads)[0]
+
+    state = jax.eval_shape(inner.init, params)
+    programs["scan"] = aot.compile_for("h100", scanned, params, state, stacked, donate=(0, 1))
+    states = jax.eval_shape(jax.vmap(inner.init), stacked)
+    programs["vmap"] = aot.compile_for("h100", jax.vmap(inner.apply), stacked, stacked, states)
+    found = {name: program.text.count('custom_call_target="triton_kernel_call') for name, program in programs.items()}
+    print(json.dumps({"name": "wrappers", "kernels": found}), flush=True)
+
+
 GROUPS = {
+    "wrappers": wrappers,
     "forms": lambda: [
         step(f"{second} {form}", GPT2, form=form, second_moment=second)
         for second in ("auto", "block", "full")

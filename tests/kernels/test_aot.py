@@ -107,3 +107,10 @@ def test_a_training_step_is_its_gradients_and_the_step(more):
     assert training["large"].pop("triton") == 2
     assert sum(training["large"].values()) <= sum(gradients["large"].values())
     assert training["large"].get("copy", 0) <= gradients["large"].get("copy", 0)
+
+
+def test_wrappers_and_control_flow():
+    """Kernels everywhere but under vmap, which takes the plain step."""
+    kernels = compiled("wrappers")["wrappers"]["kernels"]
+    assert kernels.pop("vmap") == 0
+    assert set(kernels.values()) == {2}
