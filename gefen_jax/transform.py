@@ -256,8 +256,8 @@ def _build(
             if options.rule == "reference":
                 if factor is not None:
                     gradients = [(g.astype(jnp.float32) * factor).astype(g.dtype) for g in gradients]
-                h = reference.hyper(b1, b2, eps, count)
-                return _reference(gradients, parameters, leaves, words, h, rate, decays, apply)
+                exact = reference.hyper(b1, b2, eps, count)
+                return _reference(gradients, parameters, leaves, words, exact, rate, decays, apply)
             book = update.codebook(words, options.codec)
             tails = [update.Tail(rate, decay, apply) for decay in decays]
             h = update.hyper(b1, b2, eps, count)
