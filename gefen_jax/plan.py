@@ -321,7 +321,8 @@ def gefen_leaf(
     """A quantised leaf under rule "gefen"; ``nu`` replaces the second moment that the shape rule would choose."""
     split = split_of(shape, axes)
     batch = axes[0] if axes is not None else split[0] if split is not None else 0
-    tile = tiling.momentum_tile(shape, batch, options.align)
+    longest = tiling.RUN if options.bits == 8 else tiling.RUN_OF_FOUR_BITS
+    tile = tiling.momentum_tile(shape, batch, options.align, longest)
     if math.prod(tile) == 1 and math.prod(shape) > 1:
         return LeafPlan(shape, ("full",), ("full",), SINGLES, axes)
     if nu is None:

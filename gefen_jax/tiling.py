@@ -21,6 +21,8 @@ Shape = tuple[int, ...]
 
 RUN = 256
 """Longest momentum block along the last axis."""
+RUN_OF_FOUR_BITS = 128
+"""The same for 4-bit codes, whose coarser words suffer more from one large neighbour (0.545 B/param and less)."""
 SHORT = 128
 """A run shorter than this takes in elements of the axis before the last."""
 TINY = 64
@@ -221,10 +223,10 @@ def factored_statistics(shape: Shape, batch: int, rows: int) -> tuple[Shape, Sha
     return row_factor, column_factor
 
 
-def momentum_tile(shape: Shape, batch: int = 0, align: int = 1) -> Shape:
+def momentum_tile(shape: Shape, batch: int = 0, align: int = 1, longest: int = RUN) -> Shape:
     """Block of the first moment by the shape rule: a run along the last axis.
 
-    The run is the last axis's largest divisor <= 256. If that is shorter than 128 it takes in the smallest number
+    The run is the last axis's largest divisor <= ``longest``. If that is shorter than 128 it takes in the smallest number
     of elements of the axis before (a divisor) that reaches 128, or that whole axis. Blocks that still have fewer than
     64 elements become the whole last axis, or all of the last two axes where the last one is shorter than 64. A block
     never crosses a batch axis, nor the last two axes, unless those hold a single element.
@@ -233,6 +235,7 @@ def momentum_tile(shape: Shape, batch: int = 0, align: int = 1) -> Shape:
       shape: the parameter's shape.
       batch: leading axes that no block may cross.
       align: blocks stay inside the parts of an axis that is cut in ``align`` (if it divides the axis).
+      longest: `RUN`, or `RUN_OF_FOUR_BITS`.
 
     Examples:
       >>> momentum_tile((512, 512), align=8)
@@ -249,7 +252,7 @@ def momentum_tile(shape: Shape, batch: int = 0, align: int = 1) -> Shape:
         return (1,) * len(shape)
     last = own[-1]
     before = own[-2] if len(own) > 1 else 1
-    run = largest_divisor(last, RUN)
+    run = largest_divisor(last, longest)
     rows = 1 if run >= SHORT else smallest_divisor(before, -(-SHORT // run))
     if run * rows < TINY:
         run, rows = last, (1 if last >= TINY else before)
