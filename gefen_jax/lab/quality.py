@@ -162,6 +162,8 @@ def train(grid: Grid, data: str | None, out: Path, console: Console) -> None:
     with _display(console) as display:
         bar = display.add_task("", total=None)
         while todo := missing(grid, cells, fingerprint):
+            for key in {(key.task, key.optimizer): key for key in todo}.values():
+                runner.check(key)
             done = len(grid.purposes(fingerprint, cells)) - len(todo)
             for number, (key, purpose) in enumerate(todo.items(), 1):
                 name = f"{key.task} {key.optimizer} {key.rate:g} seed {key.seed}"

@@ -48,7 +48,7 @@ def logarithmic(counts: np.ndarray, bits: int) -> np.ndarray:
     """Each word a constant multiple of the one before, but no closer to it than a bin.
 
     >>> upper = logarithmic(np.zeros(BINS), 4)[8:]
-    >>> (upper[-1] / upper[-2]).round(3) == (upper[4] / upper[3]).round(3)
+    >>> bool((upper[-1] / upper[-2]).round(3) == (upper[4] / upper[3]).round(3))
     True
     """
 

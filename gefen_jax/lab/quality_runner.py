@@ -17,6 +17,7 @@ import numpy as np
 from gefen_jax.accounting.memory import Memory, compiled_memory
 from gefen_jax.accounting.tensors import tree_bytes
 from gefen_jax.lab import machine, models, quality_tasks, quality_variants
+from gefen_jax.lab.errors import UsageError
 from gefen_jax.lab.optimizers import build_choice
 from gefen_jax.lab.quality_cells import Cell, Key
 from gefen_jax.lab.quality_tasks import Loaded
@@ -53,10 +54,19 @@ class Runner:
         chosen = quality_tasks.choose(name)
         return chosen.load(self.data or chosen.data)
 
+    def check(self, key: Key) -> None:
+        """Raise a `UsageError` if the optimizer cannot take the task's parameters; costs no training."""
+        shapes = jax.eval_shape(self.task(key.task).task.init, jax.random.key(0))
+        try:
+            jax.eval_shape(self._tx(key, key.rate).init, shapes)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{key.optimizer} cannot train {key.task}: {error}") from error
+
     def run(self, key: Key, purpose: str, progress: Progress = lambda done: None) -> Cell:
         """Train one cell."""
         task, choice = self.task(key.task).task, quality_variants.choose(key.optimizer)
         params = task.init(jax.random.key(key.seed))
+        jax.block_until_ready(task.model(params))  # the model beneath adapters is trained when it is first asked for
         count = models.count(params)
         batches = list(task.batches(key.steps, key.batch, key.seed))
         opt_state = self._tx(key, key.rate).init(params)
