@@ -95,14 +95,14 @@ def broadcast_mask(mask: Any, params: Any) -> list[Any]:
     """One boolean for each leaf of ``params``; the mask may be a prefix of it, or a function that makes one."""
     if _is_function(mask):
         mask = mask(params)
+    kept: list[Any] = []
     try:
-        spread = jax.tree.map(lambda keep, part: [keep] * len(jax.tree.leaves(part)), mask, params)
+        jax.tree.map(lambda keep, part: kept.extend([keep] * len(jax.tree.leaves(part))), mask, params)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"mask does not fit the parameters: expected a tree of booleans with their structure (or a prefix of "
             f"it), found {jax.tree.structure(mask)}: {error}"
         ) from error
-    kept = [keep for group in jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, list)) for keep in group]
     for keep in kept:
         if not (isinstance(keep, bool | np.bool_) or getattr(keep, "dtype", np.dtype(int)) == np.dtype(bool)):
             raise TypeError(f"mask must hold booleans; found {keep!r}")
