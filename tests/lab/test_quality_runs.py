@@ -220,22 +220,13 @@ def test_command_refuses_in_one_line(tmp_path, monkeypatch, capsys, words, messa
 
 
 def test_an_optimizer_that_cannot_take_a_task_is_refused_before_any_run(tmp_path, monkeypatch, capsys):
-    adapted = dataclasses.replace(TASK, load=functools.partial(quality_tasks.adapter_task, GPT))
+    adapted = quality_tasks.StudyTask("adapted", functools.partial(quality_tasks.adapter_task, GPT), "pydoc", 4)
     monkeypatch.setattr(quality_tasks, "TASKS", {"tiny": TASK, "adapted": adapted})
-    words = (
-        "run",
-        "--tasks",
-        "tiny,adapted",
-        "--optimizers",
-        "sgd,adam_mini",
-        "--rates",
-        "1e-3",
-        "--out",
-        tmp_path / "x",
-    )
-    assert command(*words) == 2
+    path = tmp_path / "cells.jsonl"
+    optimizers = ("--optimizers", "sgd,adam_mini")
+    assert command("run", "--tasks", "tiny,adapted", *optimizers, "--rates", "1e-3", "--out", path) == 2
     assert "adam_mini cannot train adapted: leaf 'h_0/attn_out/a'" in capsys.readouterr().err
-    assert (tmp_path / "x").read_bytes() == b""
+    assert path.read_bytes() == b""
 
 
 def test_variants_differ_in_what_they_name(runner):
