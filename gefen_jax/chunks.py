@@ -60,10 +60,11 @@ def layout(shape: Shape, scale: Shape, nu: Shape, cross: Shape, packed: int | No
     if count <= CHUNK or (packed is not None and packed != len(shape) - 1):
         return None
     for cut in range(len(shape) - 1, -1, -1):
-        matrices = [_matrix(shape, stat, cut) for stat in (shape, scale, nu, cross)]
-        if None in matrices:
+        found = [_matrix(shape, stat, cut) for stat in (shape, scale, nu, cross)]
+        matrices = [matrix for matrix in found if matrix is not None]
+        if len(matrices) < len(found):
             continue
-        (height, width), scales, nus, crosses = matrices  # type: ignore[misc]
+        (height, width), scales, nus, crosses = matrices
         if cut == 0:  # every block is a run of the flat array: rows are blocks
             if nus not in (scales, (1, width)) or crosses != (1, 1):
                 continue

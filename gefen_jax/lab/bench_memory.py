@@ -18,6 +18,7 @@ from gefen_jax import gefen, learn_plan
 from gefen_jax.accounting.tensors import tree_bytes
 from gefen_jax.lab import models, optimizers
 from gefen_jax.lab.errors import UsageError
+from gefen_jax.lab.language import LlamaConfig
 from gefen_jax.lab.results import Result, table, write
 
 NAME = "bench memory"
@@ -30,7 +31,11 @@ PEERS = ("adamw", "adamw_bf16", "adam_mini", "adam8bit", "adam4bit", "adafactor"
 def model_config(name: str) -> models.LanguageConfig:
     """A preset; the suffix "-scanned" stacks its layers along a leading axis."""
     config = models.preset(name.removesuffix("-scanned"))
-    return dataclasses.replace(config, scan=True) if name.endswith("-scanned") else config
+    if not name.endswith("-scanned"):
+        return config
+    if not isinstance(config, LlamaConfig):
+        raise UsageError(f"{name}: only llama models can stack their layers")
+    return dataclasses.replace(config, scan=True)
 
 
 def state_bytes(tx: optax.GradientTransformation, shapes: Any) -> int:
@@ -58,9 +63,10 @@ def study(name: str, calibrated: bool, peers: bool) -> list[Result]:
     """All results of one model."""
     shapes = models.shapes(model_config(name))
     count = models.count(shapes)
-    config = {"model": name, "parameters": count, "leaves": len(jax.tree.leaves(shapes))}
+    leaves = len(jax.tree.leaves(shapes))
+    config = {"model": name, "parameters": count, "leaves": leaves}
     goal = {"goal": GOALS.get(name, GOAL)}
-    bound = 8 + (20 * config["leaves"] + 1.1 * 1024) / count
+    bound = 8 + (20 * leaves + 1.1 * 1024) / count
     variants: dict[str, Any] = {"gefen": gefen(1e-3), "gefen, 4 bits": gefen(1e-3, bits=4)}
     if calibrated:
         plan = learn_plan(structured_gradients(shapes))
