@@ -226,10 +226,10 @@ def factored_statistics(shape: Shape, batch: int, rows: int) -> tuple[Shape, Sha
 def momentum_tile(shape: Shape, batch: int = 0, align: int = 1, longest: int = RUN) -> Shape:
     """Block of the first moment by the shape rule: a run along the last axis.
 
-    The run is the last axis's largest divisor <= ``longest``. If that is shorter than 128 it takes in the smallest number
-    of elements of the axis before (a divisor) that reaches 128, or that whole axis. Blocks that still have fewer than
-    64 elements become the whole last axis, or all of the last two axes where the last one is shorter than 64. A block
-    never crosses a batch axis, nor the last two axes, unless those hold a single element.
+    The run is the last axis's largest divisor <= ``longest``. If that is shorter than 128 it takes in the smallest
+    number of elements of the axis before (a divisor) that reaches 128, or that whole axis. Blocks that still have
+    fewer than 64 elements become the whole last axis, or all of the last two axes where the last one is shorter than
+    64. A block never crosses a batch axis, nor the last two axes, unless those hold a single element.
 
     Args:
       shape: the parameter's shape.
