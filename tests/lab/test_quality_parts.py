@@ -12,6 +12,8 @@ from quality_cases import cell, study
 from gefen_jax.codebook import histogram, mse
 from gefen_jax.lab import (
     models,
+    quality,
+    quality_cells,
     quality_codebooks,
     quality_momentum,
     quality_plots,
@@ -201,3 +203,11 @@ def test_momentum_is_counted_in_the_blocks_that_quantise_it(monkeypatch):
         params = jax.tree.map(jnp.add, params, updates)
     expected = histogram(mu["embed_1"], (4, 32)) + histogram(mu["head"], (1, 256))
     assert np.abs(found[4] - expected).sum() < 0.01 * expected.sum()  # rounding moves a few over a bin's edge
+
+
+def test_shipped_studies_can_be_read():
+    files = quality.shipped()
+    assert files
+    assert quality_momentum.read(files) or quality_cells.read(files)
+    for title, head, rows in quality_momentum.tables(quality_momentum.read(files)):
+        assert len({len(row) for row in rows} | {len(head)}) == 1, title
