@@ -13,19 +13,8 @@ import numpy as np
 import optax
 
 from gefen_jax import paths
-from gefen_jax.plan import (
-    BITS,
-    CODECS,
-    RULES,
-    SECOND_MOMENTS,
-    FullPrecision,
-    LeafPlan,
-    Options,
-    Plan,
-    check_choice,
-    check_codec,
-    check_min_size,
-)
+from gefen_jax.choices import BITS, CODECS, RULES, SECOND_MOMENTS, check_choice, check_codec, check_min_size
+from gefen_jax.plan import FullPrecision, LeafPlan, Options, Plan
 from gefen_jax.reasons import EMPTY
 
 

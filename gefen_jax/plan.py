@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from gefen_jax import tiling
+from gefen_jax.choices import BITS, RULES, SECOND_MOMENTS, check_choice, check_codebook, check_codec, check_min_size
+from gefen_jax.choices import CODECS as CODECS
 from gefen_jax.quantization import BINS
 from gefen_jax.reasons import (
     EMPTY,
@@ -32,10 +34,6 @@ from gefen_jax.reasons import (
 )
 from gefen_jax.tiling import Shape
 
-RULES = ("gefen", "reference")
-SECOND_MOMENTS = ("auto", "block", "factored", "full")
-BITS = (8, 4)
-CODECS = ("table", "companding")
 MIN_SIZE = 4096
 
 Structure = tuple[Any, ...]
@@ -126,7 +124,7 @@ class Plan:
         if self.counts is not None and (np.shape(self.counts) != (BINS,) or np.min(self.counts) < 0):
             raise ValueError(f"counts must be {BINS} whole numbers >= 0; found shape {np.shape(self.counts)}")
         if self.codebook is not None:
-            object.__setattr__(self, "codebook", check_codebook(self.codebook, self.bits, self.rule))
+            object.__setattr__(self, "codebook", check_codebook(self.codebook, self.bits, self.rule, self.codec))
 
     def __eq__(self, other: object) -> bool:
         """Equal decisions and codebook; how they were found (counts, candidates) does not matter."""
@@ -343,15 +341,6 @@ def reference_leaf(shape: Shape, period: int, reason: str, axes: tuple[int, int]
     return LeafPlan(shape, ("flat", divisor), ("full",), reason, axes)
 
 
-def check_choice(what: str, found: Any, choices: tuple[Any, ...]) -> None:
-    """Raise a ValueError unless ``found`` is one of ``choices``."""
-    if not isinstance(found, str | int) or found not in choices:
-        hint = ""
-        if hasattr(found, "shape"):
-            hint = f"; an array arrives here from optax.inject_hyperparams: add {what!r} to its static_args"
-        raise ValueError(f"{what} must be one of {', '.join(map(repr, choices))}; found {found!r}{hint}")
-
-
 def check_leaf(path: str, leaf: LeafPlan, rule: str) -> None:
     """Raise a ValueError unless a leaf's decision is one that ``rule`` can make."""
     check_choice(f"reason of leaf {path!r}", leaf.reason, REASONS)
@@ -371,37 +360,6 @@ def check_leaf(path: str, leaf: LeafPlan, rule: str) -> None:
         except (ArithmeticError, ValueError, IndexError, TypeError) as error:
             problem = str(error)
     raise ValueError(f"the plan of leaf {path!r} contradicts itself: {problem}")
-
-
-def check_min_size(found: Any) -> None:
-    """Raise a ValueError unless ``found`` is a whole number >= 0."""
-    if isinstance(found, bool) or not isinstance(found, int | np.integer) or found < 0:
-        hint = ""
-        if hasattr(found, "shape"):
-            hint = "; an array arrives here from optax.inject_hyperparams: add 'min_size' to its static_args"
-        raise ValueError(f"min_size must be a whole number of elements >= 0; found {found!r}{hint}")
-
-
-def check_codec(found: Any, bits: int, rule: str) -> None:
-    """Raise a ValueError unless ``found`` is a codec that exists for this rule and number of bits."""
-    check_choice("codec", found, CODECS)
-    if found == "companding" and (bits != 8 or rule != "gefen"):
-        raise ValueError(f"codec 'companding' exists for rule 'gefen' and 8 bits; found rule {rule!r} and {bits} bits")
-
-
-def check_codebook(codebook: Any, bits: int, rule: str) -> np.ndarray:
-    """The codebook as float32, or a ValueError that says what is wrong with it."""
-    words = np.asarray(codebook, np.float32)
-    expected = 2**bits
-    if words.shape != (expected,):
-        raise ValueError(f"a codebook of {bits} bits has {expected} words; found an array of shape {words.shape}")
-    if not np.all(np.isfinite(words)) or np.any(np.diff(words) < 0):
-        raise ValueError("a codebook's words must be finite and ascending")
-    if words[0] != -1 or words[-1] != 1:
-        raise ValueError(f"a codebook's ends must be -1 and 1; found {words[0]} and {words[-1]}")
-    if rule == "gefen" and words[expected // 2 - 1] != 0:
-        raise ValueError(f"word {expected // 2 - 1} must be exactly 0, so that weights without gradient stay put")
-    return words
 
 
 def _some(paths: Any, most: int = 6) -> str:

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from gefen_jax import paths, tiling
-from gefen_jax.plan import BITS, CODECS, RULES, SECOND_MOMENTS, LeafPlan, Options, Structure
+from gefen_jax.choices import BITS, CODECS, RULES, SECOND_MOMENTS
+from gefen_jax.plan import LeafPlan, Options, Structure
 from gefen_jax.quantization import zero_code
 from gefen_jax.reasons import EXACT_REASONS, REASONS
 from gefen_jax.update import Leaf, is_exact

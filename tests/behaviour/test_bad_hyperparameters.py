@@ -89,6 +89,8 @@ CHOICES = [
     ("bits", "8", "must be one of 8, 4; found '8'"),
     ("bits", 8.0, "must be one of"),
     ("bits", True, "must be one of"),
+    ("codec", "uniform", "must be one of 'table', 'companding'; found 'uniform'"),
+    ("codec", 8, "must be one of"),
     ("min_size", -1, "must be a whole number of elements >= 0; found -1"),
     ("min_size", 2.5, "must be a whole number"),
     ("min_size", "4096", "must be a whole number"),
@@ -103,7 +105,7 @@ def test_unknown_structural_arguments_are_refused_everywhere(name, value, messag
             build(**{name: value})
 
 
-@pytest.mark.parametrize("value", ["triton", "", None, 3, "Jnp"])
+@pytest.mark.parametrize("value", ["cuda", "", None, 3, "Jnp"])
 def test_unknown_implementation_is_refused(value):
     with pytest.raises(ValueError, match=f"implementation must be one of 'auto', .*; found {value!r}"):
         gefen(1e-3, implementation=value)
@@ -123,6 +125,13 @@ def test_reference_rule_has_no_options(given):
     for build in (*BUILDERS, lambda **kw: learn_plan(structured(0), **kw)):
         with pytest.raises(ValueError, match=f"rule 'reference' is the original method, which has no .*{name}"):
             build(rule="reference", **given)
+
+
+@pytest.mark.parametrize("other", [{"bits": 4}, {"rule": "reference"}])
+def test_companding_exists_for_eight_bits_and_the_default_rule(other):
+    for build in (*BUILDERS, lambda **kw: learn_plan(structured(0), **kw)):
+        with pytest.raises(ValueError, match=r"companding.*|which has no codec='companding'"):
+            build(codec="companding", **other)
 
 
 @pytest.mark.parametrize("value", ["(", "[a-", "*x"])

@@ -127,6 +127,14 @@ def test_packed_shapes_that_an_abstract_state_cannot_tell_need_the_parameters():
     assert explain(tx.init(params)).parameters == found.parameters
 
 
+def test_a_stack_of_states_is_to_be_taken_apart_first():
+    stacked = jax.vmap(gefen(1e-3).init)(jax.tree.map(lambda x: jnp.stack([x, x]), tree(0)))
+    for function in (explain, blocks, plan_from_state):
+        with pytest.raises(ValueError, match=r"a stack of states \(made under jax\.vmap\): take one out of it first"):
+            function(stacked)
+    assert explain(jax.tree.map(lambda x: x[0], stacked)) == explain(gefen(1e-3).init(tree(0)))
+
+
 def test_traced_states_can_be_explained():
     seen = []
     jax.jit(lambda s: (seen.append(explain(s)), s)[1])(gefen(1e-3).init(tree(0)))
