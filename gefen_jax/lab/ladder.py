@@ -15,7 +15,7 @@ import argparse
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ NAME = "bench ladder"
 DEFAULT_SIZES, FAST_SIZES = "6x16,6x64,6x192,6x512", "2x16,2x64"
 LEAST = 2e-3  # seconds that a rung runs in one turn; steps shorter than that are repeated
 WARM = 2  # turns before the measured ones
+GRADIENT = "gradient"
 REAL = ("gpt2-124m", "llama3-1.5b", "qwen3-1.7b")
 CONTEXT, HEADS = 64, 4
 
@@ -78,70 +79,71 @@ def gradient_program(config: GPTConfig, params: Any, batch: int) -> Callable[[An
 
 
 def measure(
-    rungs: Sequence[Climber], gradient: Callable[[Any], Any], params: Any, grads: Any, turns: int
-) -> dict[str, list[float]]:
-    """Seconds per step of each rung, and of "gradient": turn by turn, all in every turn."""
-    states = {climber.rung: (copied(params), climber.opt_state) for climber in rungs}
-    repeats = dict.fromkeys(["gradient", *states], 1)
-    times: dict[str, list[float]] = {name: [] for name in repeats}
-    steps = {climber.rung: climber.step for climber in rungs}
+    steps: Mapping[Any, Climber], gradient: Callable[[Any], Any], params: Any, grads: Any, turns: int
+) -> dict[Any, np.ndarray]:
+    """Seconds per step of each climber, and of "gradient": turn by turn, all of them in every turn."""
+    states = {key: (copied(params), climber.opt_state) for key, climber in steps.items()}
+    repeats = dict.fromkeys([GRADIENT, *steps], 1)
+    times: dict[Any, list[float]] = {key: [] for key in repeats}
     for turn in range(WARM + turns):
-        for name in repeats:
+        for key in repeats:
             start = time.perf_counter()
-            for _ in range(repeats[name]):
-                if name == "gradient":
+            for _ in range(repeats[key]):
+                if key == GRADIENT:
                     jax.block_until_ready(gradient(params))
                 else:
-                    states[name] = jax.block_until_ready(steps[name](*states[name], grads))
-            seconds = (time.perf_counter() - start) / repeats[name]
+                    states[key] = jax.block_until_ready(steps[key].step(*states[key], grads))
+            seconds = (time.perf_counter() - start) / repeats[key]
             if turn >= WARM:
-                times[name].append(seconds)
+                times[key].append(seconds)
             else:
-                repeats[name] = min(20, math.ceil(LEAST / seconds))
-    return times
+                repeats[key] = min(20, math.ceil(LEAST / seconds))
+    return {key: np.asarray(found) for key, found in times.items()}
 
 
-def climb(optimizer: Optimizer, size: str, turns: int, batch: int) -> tuple[list[Result], list[str]]:
-    """All numbers of one optimizer at one size, and what could not be counted."""
+def climb(optimizers: Sequence[Optimizer], size: str, turns: int, batch: int) -> tuple[list[Result], list[str]]:
+    """All numbers of some optimizers at one size, measured in turns; and what could not be counted."""
     config = model_of(size)
     shapes = models.shapes(config)
     params, grads = random_tree(shapes, 1), random_tree(shapes, 0)
-    rungs = climbers(optimizer, params, grads)
-    common: dict[str, Any] = {
-        "optimizer": optimizer.name,
+    count = models.count(shapes)
+    results: list[Result] = []
+    remarks = [optimizer.why for optimizer in optimizers if optimizer.fused is None]
+    common = {
         "size": size,
-        "parameters": models.count(shapes),
+        "parameters": count,
         "tensors": len(jax.tree.leaves(shapes)),
         "threads": machine.usable_cores(),
     }
-    results, remarks = [], [] if optimizer.fused is not None else [optimizer.why]
 
-    def add(rung: str, metric: str, unit: str, samples: Any, **config: Any) -> None:
-        subject = f"{optimizer.name} {rung}"
-        results.append(Result.of(NAME, subject, metric, unit, samples, config=common | {"rung": rung} | config))
+    def add(key: tuple[str, str], metric: str, unit: str, samples: Any, **config: Any) -> None:
+        config = {"optimizer": key[0], "rung": key[1]} | common | config
+        results.append(Result.of(NAME, " ".join(key), metric, unit, samples, config=config))
 
-    for climber in rungs:
+    steps = {(o.name, climber.rung): climber for o in optimizers for climber in climbers(o, params, grads)}
+    for key, climber in steps.items():
         launches = ladder_counts.launches(climber)
         if launches is not None:
-            add(climber.rung, "launches", "1/step", launches)
+            add(key, "launches", "1/step", launches)
             temporary = sum(compiled_memory(program).temporaries for _, program in climber.programs)
-            add(climber.rung, "temporaries", "B/param", temporary / common["parameters"])
+            add(key, "temporaries", "B/param", temporary / count)
         try:
             found = ladder_counts.trace(climber, params, grads)
         except ProfilerError as error:
-            remarks.append(f"no executor events of {climber.rung}: {error}")
+            remarks.append(f"no executor events of {key[1]}: {error}")
         else:
-            add(climber.rung, "events", "1/step", found.events)
+            add(key, "events", "1/step", found.events)
             if found.programs is not None:
-                add(climber.rung, "programs", "1/step", found.programs)
-        add(climber.rung, "in place", "1", ladder_counts.in_place(climber, params, grads))
-    times = measure(rungs, gradient_program(config, params, batch), params, grads, turns)
-    for climber in rungs:
-        add(climber.rung, "time", "ms/step", 1e3 * np.asarray(times[climber.rung]))
-    best = "fused" if optimizer.fused is not None else "whole step"
-    step, rest = np.asarray(times[best]), np.asarray(times["gradient"])
-    add(best, "share of a train step", "1", step / (step + rest), tokens=batch * CONTEXT)
-    return results, remarks
+                add(key, "programs", "1/step", found.programs)
+        add(key, "in place", "1", ladder_counts.in_place(climber, params, grads))
+    times = measure(steps, gradient_program(config, params, batch), params, grads, turns)
+    for key in steps:
+        add(key, "time", "ms/step", 1e3 * times[key])
+    for optimizer in optimizers:
+        best = optimizer.name, "whole step" if optimizer.fused is None else "fused"
+        share = times[best] / (times[best] + times[GRADIENT])
+        add(best, "share of a train step", "1", share, tokens=batch * CONTEXT)
+    return results, list(dict.fromkeys(remarks))
 
 
 def differences(optimizer: Optimizer, size: str) -> list[Result]:
@@ -173,9 +175,8 @@ def on_target(optimizer: Optimizer, size: str, target: str) -> list[Result]:
         step = _gradients_first(one_program(tx, rung))
         row = bench_launches.count(bench_launches.Form(rung, step, tx.init, how.get(rung, "tree")), shapes, target)
         config = {"optimizer": optimizer.name, "size": size, "rung": rung, "target": target}
-        found.append(
-            Result.of(NAME, f"{optimizer.name} {rung}", "launches on a GPU", "1/step", row.large, config=config)
-        )
+        total = row.large + (row.small or 0)
+        found.append(Result.of(NAME, f"{optimizer.name} {rung}", "launches on a GPU", "1/step", total, config=config))
     return found
 
 
@@ -213,8 +214,9 @@ COLUMNS = {
 }
 
 
-def show(results: Sequence[Result]) -> str:
+def show(results: Sequence[Result], name: str) -> str:
     """The table of one optimizer at one size."""
+    results = [r for r in results if r.config["optimizer"] == name]
     config = results[0].config
     cells = {(r.config["rung"], r.metric): r for r in results}
     rungs = [rung for rung in RUNGS if (rung, "time") in cells]
@@ -225,7 +227,7 @@ def show(results: Sequence[Result]) -> str:
         values = [format(r.median, form) if r else "-" for r, (_, form) in zip(found, COLUMNS.values())]
         rows.append([rung, *values, f"{slowest / cells[rung, 'time'].median:.1f}x"])
     share = next(r for r in results if r.metric == "share of a train step")
-    head = [config["optimizer"], *(name for name, _ in COLUMNS.values()), "speed"]
+    head = [name, *(column for column, _ in COLUMNS.values()), "speed"]
     return (
         f"{config['size']}: {config['parameters']:,} parameters in {config['tensors']} tensors, {config['threads']} "
         f"threads\n{table(head, rows)}\n{share.config['rung']}: {share.median:.0%} of a train step of "
@@ -267,17 +269,17 @@ def run(args: argparse.Namespace) -> int:
     results: list[Result] = []
     remarks: dict[str, None] = {}
     for size in sizes:
+        found, missing = climb(optimizers, size, turns, batch=1 if args.fast else 4)
+        results += found
+        remarks |= dict.fromkeys(missing)
         for optimizer in optimizers:
-            found, missing = climb(optimizer, size, turns, batch=1 if args.fast else 4)
-            results += found
-            remarks |= dict.fromkeys(missing)
-            print(show(found) + "\n", flush=True)
+            print(show(found, optimizer.name) + "\n", flush=True)
     for optimizer in optimizers:
         results += differences(optimizer, sizes[0])
     print(show_rest(results, "difference from eager", "difference from eager, of the change") + "\n")
     if args.target:
         results += [result for optimizer in optimizers for result in on_target(optimizer, sizes[0], args.target)]
-        print(show_rest(results, "launches on a GPU", f"large launches on {args.target}, {sizes[0]}") + "\n")
+        print(show_rest(results, "launches on a GPU", f"launches on {args.target}, {sizes[0]}") + "\n")
     print(launch_table(REAL[:1] if args.fast else REAL) + "\n")
     for remark in remarks:
         print(remark)

@@ -30,6 +30,10 @@ def texts(output):
     return "\n".join(str(value) for kind, value in output.get("data", {}).items() if kind.startswith("text/"))
 
 
+def test_there_are_six():
+    assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06"]
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_committed_as_executed_once_from_top_to_bottom(path):
     notebook = read(path)
