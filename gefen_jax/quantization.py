@@ -138,7 +138,7 @@ def encode(y: jax.Array, table: SearchTable | Companding) -> jax.Array:
     if isinstance(table, Companding):
         size = jnp.minimum(jnp.abs(y), 1.0)
         level = _round_to_int(size * (1 + table.c) / (1 + table.c * size) * SIDE)
-        return jnp.where(y > 0, SIDE + level + (level > 0), SIDE - level).astype(jnp.uint8)
+        return jnp.where(y > 0, SIDE + level + (level > 0).astype(jnp.int32), SIDE - level).astype(jnp.uint8)
     bins = bin_of(y)
     codes = table.codes.at[bins].get(mode="promise_in_bounds")
     threshold = table.threshold.at[bins].get(mode="promise_in_bounds")

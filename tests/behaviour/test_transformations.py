@@ -1,5 +1,6 @@
 """JAX's transformations around a step: vmap, remat, accumulation, export, caches, guards."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from behaviour_cases import apply, close, same, structured, train, tree
+from behaviour_cases import apply, close, normal, same, structured, train, tree
 
 from gefen_jax import calibrate, gefen, learn_plan
 
@@ -195,3 +196,22 @@ def test_a_second_process_finds_the_step_in_the_compilation_cache(tmp_path):
 
     assert run() == (0, 1)
     assert run() == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"rule": "reference"}, {"min_size": 0, "bits": 4}, {"codec": "companding"}], ids=str
+)
+def test_jaxs_strict_modes(options):
+    """No implicit promotion of dtypes or ranks, no leaked tracer, no NaN: zero gradients divide 0 by 0 if unguarded."""
+    with contextlib.ExitStack() as modes:
+        modes.enter_context(jax.numpy_dtype_promotion("strict"))
+        modes.enter_context(jax.numpy_rank_promotion("raise"))
+        modes.enter_context(jax.debug_nans(True))
+        modes.enter_context(jax.checking_leaks())
+        tx = gefen(optax.linear_schedule(1e-2, 0, 10), **options)
+        params = {"w": normal(0, (64, 96)), "v": normal(1, (5,)), "large": normal(2, (320, 128))}
+        state = tx.init(params)
+        update = jax.jit(tx.update)
+        for g in (jax.tree.map(jnp.zeros_like, params), params):
+            updates, state = update(g, state, params)
+        assert all(bool(jnp.isfinite(u).all()) for u in jax.tree.leaves(updates))
