@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gefen_jax._gradient import chunks
+from gefen_jax._gradient import as_floating, chunks
 from gefen_jax.periods import divisors
 from gefen_jax.tiling import Shape
 
@@ -51,6 +51,9 @@ def structure_cost(shape: Shape, structure: Structure) -> int:
     _, batch, rows = structure
     cut = batch + rows
     return math.prod(shape[:batch]) * (math.prod(shape[batch:cut]) + math.prod(shape[cut:]))
+
+
+prepare = as_floating
 
 
 def mean_square(array: npt.NDArray[np.generic]) -> float:
@@ -115,6 +118,13 @@ class Chain(NamedTuple):
         return _numba.Tree._make([*index, *buffers])
 
 
+def add(sums: Sums, measured: list[tuple[npt.NDArray[np.generic], float]]) -> None:
+    """Take gradients into ``sums``, each with its mean square."""
+    size = max(1, _CHUNK // sums.columns) * sums.columns
+    for parts in zip(*(chunks(array, size) for array, _ in measured)):
+        sums.take(parts[0][0], [(part, square) for (_, part), (_, square) in zip(parts, measured)])
+
+
 class Sums:
     """Sums of squares of L between the cells of every candidate of one leaf."""
 
@@ -139,13 +149,8 @@ class Sums:
         self.samples = np.zeros(gradients + 1)  # elements by the number of gradients in which they are not 0
         self.replicates = np.zeros(4 + gradients)
 
-    def add(self, measured: list[tuple[npt.NDArray[np.generic], float]]) -> None:
-        """Take in the gradients, each with its mean square."""
-        size = max(1, _CHUNK // self.columns) * self.columns
-        for parts in zip(*(chunks(array, size) for array, _ in measured)):
-            self._take(parts[0][0], [(part, square) for (_, part), (_, square) in zip(parts, measured)])
-
-    def _take(self, start: int, parts: list[tuple[npt.NDArray[np.float32], float]]) -> None:
+    def take(self, start: int, parts: list[tuple[npt.NDArray[np.float32], float]]) -> None:
+        """Take in a part of each gradient, whole rows from the flat index ``start`` on."""
         from gefen_jax import _numba
 
         relative = [_relative_squares(part, square) for part, square in parts]

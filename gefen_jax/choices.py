@@ -13,6 +13,7 @@ RULES = ("gefen", "reference")
 SECOND_MOMENTS = ("auto", "block", "factored", "full")
 BITS = (8, 4)
 CODECS = ("table", "companding")
+WHERE = ("auto", "host", "device")
 
 
 def check_choice(what: str, found: Any, choices: tuple[Any, ...]) -> None:

@@ -1,7 +1,8 @@
 """Learning a plan from the first gradients: structure leaf by leaf, then one codebook for all.
 
-Everything happens on the host, on global gradients, one leaf at a time: the same gradients give the same plan on
-every mesh. With several processes all of them must call it; process 0 decides and the others receive its decision.
+Everything is about global gradients, one leaf at a time: the same gradients give the same plan on every mesh. What is
+read from a gradient is summed up and counted on the host, or where it lies (`on_device`); decisions are made on the
+host. With several processes all of them must call it; process 0 decides and the others receive its decision.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from gefen_jax import checks, codebook, partition, paths, periods, tiling
+from gefen_jax import checks, codebook, on_device, partition, paths, periods, tiling
+from gefen_jax.choices import WHERE, check_choice
 from gefen_jax.plan import (
     MIN_SIZE,
     FullPrecision,
@@ -55,6 +57,7 @@ def learn_plan(
     axes: Mapping[str, tuple[int, int]] | None = None,
     align: int = 1,
     codec: str = "table",
+    where: str = "auto",
     progress: Progress | None = None,
 ) -> Plan:
     """Decide structure and codebook from the first gradients, before the optimizer is built.
@@ -73,6 +76,10 @@ def learn_plan(
       align: keep blocks inside the shards of up to this many devices along any axis that it divides.
       codec: "table" (any words, nearest found through a table), or "companding" (words in closed form with one learned
         number: a faster step on the CPU, 4 to 5 % more squared error).
+      where: "host": gradients are copied to the host, one leaf at a time; "device": they are summed up where they lie
+        and only sums travel, with the same result (leaves of up to 4096 elements, and under rule "reference" leaves
+        whose best two periods differ by less than rounding could make, are copied all the same); "auto": "device"
+        for gradients on GPUs. The device must have float64.
       progress: called after each leaf with (path, leaves done, leaves in all).
 
     Returns:
@@ -96,6 +103,7 @@ def learn_plan(
         min_size = 0 if rule == "reference" else MIN_SIZE
     options = Options(rule, second_moment, bits, min_size, full_precision, axes, align, codec)
     checks.check_options(options)
+    check_choice("where", where, WHERE)
     trees = trees_of(grads)
     columns = [paths.named_leaves(tree) for tree in trees]
     known = [path for path, _ in columns[0]]
@@ -111,7 +119,7 @@ def learn_plan(
         Request(path, [column[i][1] for column in columns], options, exact_reason(path, columns[0][i][1], options))
         for i, path in enumerate(known)
     ]
-    return decide(requests, options, progress)
+    return decide(requests, options, progress, where)
 
 
 def trees_of(grads: Any) -> list[Any]:
@@ -122,40 +130,54 @@ def trees_of(grads: Any) -> list[Any]:
     return trees
 
 
-def decide(requests: Sequence[Request], options: Options, progress: Progress | None = None) -> Plan:
+def decide(
+    requests: Sequence[Request], options: Options, progress: Progress | None = None, where: str = "auto"
+) -> Plan:
     """The plan for leaves whose options agree in rule and bits; ``options`` are those that the plan states."""
     learn = _learn_reference if options.rule == "reference" else _learn_gefen
-    plan = learn(requests, options, progress or (lambda path, done, total: None))
+    plan = learn(requests, options, progress or (lambda path, done, total: None), where)
     return _agree(plan) if jax.process_count() > 1 else plan
 
 
-def _learn_reference(requests: Sequence[Request], options: Options, progress: Progress) -> Plan:
+def _learn_reference(requests: Sequence[Request], options: Options, progress: Progress, where: str) -> Plan:
     counts = np.zeros(codebook.BINS, np.int64)
     leaves: dict[str, LeafPlan] = {}
     candidates: dict[str, Any] = {}
     for i, request in enumerate(requests):
         if len(request.gradients) > 1:
             raise ValueError("rule 'reference' learns from exactly one gradient; give one tree")
-        gradient = _to_host(request.gradients[0])
-        shape = gradient.shape
-        if request.exact is not None or gradient.size == 0:
+        gradient = request.gradients[0]
+        shape = tuple(gradient.shape)
+        if request.exact is not None or 0 in shape:
             leaves[request.path] = shape_rule(request.path, gradient, request.options)
             progress(request.path, i + 1, len(requests))
             continue
-        cand, score = periods.scores(gradient)
         try:
-            period = periods.choose_period(cand, score, gradient.size)
+            period, counted, candidates[request.path] = _reference_period(gradient, where)
         except ValueError as error:
             raise ValueError(f"leaf {request.path!r}: {error}") from error
-        candidates[request.path] = (cand, score)
-        counts += codebook.reference_histogram(gradient, period)
+        counts += counted
         leaves[request.path] = reference_leaf(shape, period, LEARNED)
         progress(request.path, i + 1, len(requests))
     words = codebook.reference_codebook(counts) if counts.any() else codebook.prior_codebook(options.bits)
     return Plan("reference", options.second_moment, options.min_size, options.bits, words, counts, leaves, candidates)
 
 
-def _learn_gefen(requests: Sequence[Request], options: Options, progress: Progress) -> Plan:
+def _reference_period(gradient: Any, where: str) -> tuple[int, codebook.Counts, tuple[Any, Any]]:
+    """The period of a leaf, its histogram, and the candidates with their scores."""
+    if on_device.takes([gradient], where):
+        array = on_device.prepare(gradient)
+        cand, score = on_device.scores(array)
+        if on_device.is_certain(cand, score):
+            period = periods.choose_period(cand, score, array.size)
+            return period, on_device.reference_histogram(array, period), (cand, score)
+    array = _to_host(gradient)
+    cand, score = periods.scores(array)
+    period = periods.choose_period(cand, score, array.size)
+    return period, codebook.reference_histogram(array, period), (cand, score)
+
+
+def _learn_gefen(requests: Sequence[Request], options: Options, progress: Progress, where: str) -> Plan:
     counts = np.zeros(codebook.BINS, np.int64)
     leaves: dict[str, LeafPlan] = {}
     surveys: dict[str, partition.Survey] = {}
@@ -174,12 +196,14 @@ def _learn_gefen(requests: Sequence[Request], options: Options, progress: Progre
         fallback = shape_rule(request.path, first, request.options)
         leaves[request.path] = fallback
         if not fallback.exact:
-            gradients = [_to_host(gradient) for gradient in request.gradients]
-            found = _survey(gradients, fallback, request.options)
+            device = on_device.takes(request.gradients, where)
+            bring, histogram = (on_device.prepare, on_device.histogram) if device else (_to_host, codebook.histogram)
+            gradients = [bring(gradient) for gradient in request.gradients]
+            found = _survey(gradients, fallback, request.options, device)
             surveys[request.path] = found
             if found.reason != NON_FINITE:
                 for gradient in gradients:
-                    counts += codebook.histogram(gradient, fallback.mu[1])
+                    counts += histogram(gradient, fallback.mu[1])
         progress(request.path, i + 1, len(requests))
     if surveys and all(found.reason in (ZERO, NON_FINITE) for found in surveys.values()):
         raise ValueError(
@@ -217,7 +241,7 @@ def initial_codebook(options: Options) -> np.ndarray:
     return codebook.prior_codebook(options.bits)
 
 
-def _survey(gradients: Sequence[np.ndarray], fallback: LeafPlan, options: Options) -> partition.Survey:
+def _survey(gradients: Sequence[Any], fallback: LeafPlan, options: Options, device: bool) -> partition.Survey:
     split = split_of(fallback.shape, fallback.axes)
     found = partition.survey(
         gradients,
@@ -226,6 +250,7 @@ def _survey(gradients: Sequence[np.ndarray], fallback: LeafPlan, options: Option
         view=split if split is not None else fallback.axes,
         factored=split is not None and options.second_moment in ("auto", "factored"),
         full=options.second_moment == "auto",
+        device=device,
     )
     if options.align == 1:
         return found

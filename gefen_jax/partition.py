@@ -21,11 +21,10 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import numpy.typing as npt
-
-from gefen_jax._cells import Candidate, Structure, Sums, mean_square, structure_cost
-from gefen_jax._gradient import as_floating
+from gefen_jax import _cells
+from gefen_jax._cells import Candidate, Structure, Sums, structure_cost
 from gefen_jax.tiling import Shape
 
 __all__ = ["FLAT", "LEARNED", "NON_FINITE", "ZERO", "Candidate", "Choice", "Survey", "choose", "survey"]
@@ -75,13 +74,14 @@ class Choice:
 
 
 def survey(
-    gradients: Sequence[npt.ArrayLike],
+    gradients: Sequence[Any],
     *,
     tile: Shape,
     default: Structure,
     view: tuple[int, int] | None = None,
     factored: bool = True,
     full: bool = True,
+    device: bool = False,
 ) -> Survey:
     """Score the candidate structures of one leaf.
 
@@ -97,6 +97,7 @@ def survey(
         batch entry. None: every axis but the last two is a batch axis, the last is the columns.
       factored: whether row and column factors are a candidate.
       full: whether one number per element is a candidate.
+      device: whether the gradients are JAX arrays that are summed up where they lie (`on_device`).
 
     Returns:
       The scores, or the reason why there are none.
@@ -113,7 +114,10 @@ def survey(
       >>> choose([found])[0]
       Choice(structure=('tile', (1, 96)), reason='learned')
     """
-    arrays = [as_floating(gradient) for gradient in gradients]
+    measure: Any = _cells
+    if device:
+        from gefen_jax import on_device as measure
+    arrays = [measure.prepare(gradient) for gradient in gradients]
     if not arrays:
         raise ValueError("no gradient to learn from")
     shape = arrays[0].shape
@@ -127,14 +131,14 @@ def survey(
     empty = Survey(shape, scales, default, structure_cost(shape, default), ZERO)
     if size == 0:
         return empty
-    squares = [mean_square(array) for array in arrays]
+    squares = [measure.mean_square(array) for array in arrays]
     if not all(map(math.isfinite, squares)):
         return dataclasses.replace(empty, reason=NON_FINITE)
     measured = [(array, square) for array, square in zip(arrays, squares) if square > 0]
     if not measured:
         return empty
     sums = Sums(shape, batch, rows, len(measured))
-    sums.add(measured)
+    measure.add(sums, measured)
     noise = sums.noise()
     candidates = sums.candidates(noise, factored, full)
     found = dataclasses.replace(empty, candidates=candidates, counted=int(sums.totals[0]), noise=noise)

@@ -12,7 +12,8 @@ a cumulative sum would be simpler, but their rounding makes false peaks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -99,8 +100,8 @@ def scores(grad: npt.ArrayLike) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.f
         return cand, np.empty(0)
     found = {}
     with np.errstate(invalid="ignore", over="ignore"):  # non-finite gradients are judged by choose_period
-        for period, sums in _block_sums(_log_squares(grad), cand):
-            found[period] = _roughness(sums, period)
+        for period, sums in block_sums(_log_squares(grad), cand, merge):
+            found[period] = roughness(sums, period)
     return cand, np.array([found[int(p)] for p in cand])
 
 
@@ -196,22 +197,27 @@ def _log_squares(grad: npt.NDArray[np.generic]) -> Floats:
     return logs
 
 
-def _block_sums(logs: Floats, cand: npt.NDArray[np.int64]) -> Iterator[tuple[int, Floats]]:
-    """Depth-first over the tree of candidate lengths, with their block sums; one path is alive at a time."""
+def block_sums(
+    logs: Any, cand: npt.NDArray[np.int64], merge: Callable[[Any, int], Any]
+) -> Iterator[tuple[int, Any]]:
+    """Depth-first over the tree of candidate lengths, with their block sums; one path is alive at a time.
+
+    ``merge(sums, parts)`` adds up neighbours, of whatever arrays ``logs`` are.
+    """
     wanted = set(cand.tolist())
     primes = [prime for prime, _ in _factors(logs.size)]
 
-    def walk(period: int, sums: Floats, largest: int) -> Iterator[tuple[int, Floats]]:
+    def walk(period: int, sums: Any, largest: int) -> Iterator[tuple[int, Any]]:
         yield period, sums
         for prime in primes:
             # `period` is reached with its factors in falling order, so `prime` is the smallest of the child's.
             if prime <= largest and period * prime in wanted:
-                yield from walk(period * prime, _merge(sums, prime), prime)
+                yield from walk(period * prime, merge(sums, prime), prime)
 
     return walk(1, logs, primes[-1])
 
 
-def _merge(sums: Floats, parts: int) -> Floats:
+def merge(sums: Floats, parts: int) -> Floats:
     """Sums of every ``parts`` neighbours, the same operations for every block: equal blocks stay equal."""
     rows = sums.reshape(-1, parts)
     if parts > _FEW:
@@ -222,7 +228,7 @@ def _merge(sums: Floats, parts: int) -> Floats:
     return merged
 
 
-def _roughness(sums: Floats, period: int) -> float:
+def roughness(sums: Floats, period: int) -> float:
     """Mean absolute difference of neighbouring block means."""
     steps = sums.size - 1
     parts = [np.abs(np.diff(sums[i : i + CHUNK + 1])).sum() for i in range(0, steps, CHUNK)]
