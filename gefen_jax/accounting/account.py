@@ -213,7 +213,9 @@ def account(
     used = events = alive = None
     remarks = []
     if run:
-        jitted = step if hasattr(step, "lower") else jax.jit(step, static_argnums=static_argnums)
+        jitted = step
+        if not hasattr(step, "lower"):
+            jitted = jax.jit(step, static_argnums=static_argnums, donate_argnums=donate_argnums)
         seconds = measure(jitted, *args, repeats=repeats).median
         executed = 0 if flops is None else flops.model
         model = executed

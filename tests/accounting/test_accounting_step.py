@@ -356,3 +356,17 @@ def test_wrong_requests_are_refused_at_once():
         lambda a, b: a * b, jnp.ones(3), jnp.ones(3), loss=lambda p, b: (p * b).sum(), categories={"^a$": "parameters"}
     )
     assert report.activations.argument_bytes == 12
+
+
+def test_what_an_unjitted_step_donates_is_donated_in_its_run_too():
+    arrays = jnp.ones(4096), jnp.ones(4096)
+    report = account(
+        lambda params, x: params * x,
+        *arrays,
+        donate_argnums=0,
+        run=True,
+        repeats=1,
+        profile_steps=0,
+        device="h100",
+    )
+    assert report.live_after == report.memory.live_bytes == 2 * 4 * 4096
