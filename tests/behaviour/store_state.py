@@ -3,8 +3,8 @@
     python tests/behaviour/store_state.py
 
 One .npz for each case, without pickles: the arrays of the state by field and path (bfloat16 as bit patterns), the plan
-as JSON text, and some elements of the updates that the next step gave; parameters and gradients of that step are in
-step.npz. Beside them the default case as Orbax saves it, as flax.serialization packs it and as pickle does. Once a
+as JSON text, and some elements of the updates and codes that the next step gave; parameters and gradients of that step
+are in step.npz. Beside them the default case as Orbax saves it, as flax.serialization packs it and as pickle does. Once a
 release has written them, they change only with `gefen_jax.state.VERSION`, into a folder of that name.
 """
 
@@ -80,8 +80,8 @@ def main():
     np.savez_compressed(FOLDER / "step.npz", **flat("params/", params), **flat("grads/", grads))
     for case in CASES:
         tx, state = run(case)
-        updates, _ = jax.jit(tx.update)(cast(grads, case), state, cast(params, case))
-        some = {name: u.ravel()[::EVERY] for name, u in flat("updates/", updates).items()}
+        updates, new = jax.jit(tx.update)(cast(grads, case), state, cast(params, case))
+        some = {name: u.ravel()[::EVERY] for name, u in flat("next/", {"mu": new.mu, "updates": updates}).items()}
         plan = {"plan": np.asarray(plan_from_state(state).dumps())}
         np.savez_compressed(FOLDER / f"{case}.npz", **flat("state/", state._asdict()), **some, **plan)
     _, state = run("default")

@@ -70,6 +70,7 @@ def test_gradients_of_zero_change_nothing(min_size):
     moved, state = train(tx, params, [zeros] * 3)
     same(moved, params)
     assert not any(np.any(x) for x in jax.tree.leaves((state.nu, state.mu_scale)))
+    same(state.mu, tx.init(params).mu)
 
 
 @SIZES

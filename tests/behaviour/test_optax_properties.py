@@ -201,6 +201,9 @@ def test_tree_get_and_set():
     moved = optax.tree.set(opt_state, count=jnp.int32(41))
     _, after = train(tx, params, [params], moved)
     assert int(optax.tree.get(after, "count")) == 42
+    last = 2**31 - 1
+    _, after = train(tx, params, [params], optax.tree.set(opt_state, count=jnp.int32(last)))
+    assert int(optax.tree.get(after, "count")) == last
 
 
 def test_empty_trees_and_parameters_without_elements_pass_through():

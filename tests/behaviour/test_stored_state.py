@@ -79,11 +79,14 @@ def test_the_next_step_is_that_of_the_release_that_wrote_it(case):
     updates, new = jax.jit(tx.update)(grads, state, params)
     assert int(new.count) == 4
     arrays = stored(case)
-    for name, found in flat("updates/", updates).items():
-        expected = arrays[name]
+    for name, found in flat("next/", {"mu": new.mu, "updates": updates}).items():
+        found, expected = found.ravel()[::EVERY], arrays[name]
         assert found.dtype == expected.dtype
-        rounding = 3e-7 if case.startswith("reference") else 1e-9
-        np.testing.assert_allclose(found.ravel()[::EVERY], expected, rtol=3e-6, atol=rounding)
+        if found.dtype == np.uint8:  # a momentum between two words may be rounded to either
+            assert np.mean(found != expected) < 2e-3
+        else:
+            rounding = 3e-7 if case.startswith("reference") else 1e-9
+            np.testing.assert_allclose(found, expected, rtol=3e-6, atol=rounding)
 
 
 def test_the_forms_of_flax_pickle_and_orbax():
