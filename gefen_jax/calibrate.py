@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from gefen_jax import checks, learn, moments, paths, state
+from gefen_jax.choices import WHERE, check_choice
 from gefen_jax.learn import Progress, Request
 from gefen_jax.plan import LeafPlan, Options, Plan
 from gefen_jax.reasons import EMPTY
@@ -21,7 +22,7 @@ from gefen_jax.state import Format, GefenState, decisions, leaf_plan
 from gefen_jax.update import Leaf
 
 
-def calibrate(opt_state: Any, grads_or_plan: Any, *, progress: Progress | None = None) -> Any:
+def calibrate(opt_state: Any, grads_or_plan: Any, *, where: str = "auto", progress: Progress | None = None) -> Any:
     """Give a state the structure and the codebook that the first gradients support.
 
     Call it once, outside jit, on what ``tx.init(params)`` returned. Every `GefenState` in any nesting of Optax wrappers
@@ -32,6 +33,7 @@ def calibrate(opt_state: Any, grads_or_plan: Any, *, progress: Progress | None =
     Args:
       opt_state: an optimizer state that holds at least one `GefenState`.
       grads_or_plan: the gradients of one step, as `learn_plan` takes them (or a list of such trees), or a `Plan`.
+      where: whether gradients are read on the "host" or on their "device", as in `learn_plan`.
       progress: called after each leaf with (path, leaves done, leaves in all).
 
     Returns:
@@ -51,6 +53,7 @@ def calibrate(opt_state: Any, grads_or_plan: Any, *, progress: Progress | None =
       >>> plan_from_state(opt_state).leaves["kernel"].mu
       ('tile', (1, 256))
     """
+    check_choice("where", where, WHERE)
     nodes, tree = jax.tree.flatten(opt_state, is_leaf=_is_gefen)
     found = [(i, node) for i, node in enumerate(nodes) if _is_gefen(node)]
     if not found:
@@ -62,7 +65,7 @@ def calibrate(opt_state: Any, grads_or_plan: Any, *, progress: Progress | None =
     if isinstance(grads_or_plan, Plan):
         plan = grads_or_plan
     else:
-        plan = _learn([node for _, node in found], formats, grads_or_plan, progress)
+        plan = _learn([node for _, node in found], formats, grads_or_plan, where, progress)
     _check_plan_fits(plan, [node for _, node in found], formats)
     for (i, node), words in zip(found, formats):
         nodes[i] = _replan(node, words, plan)
@@ -152,7 +155,7 @@ def _options(words: Format, leaves: Mapping[str, LeafPlan]) -> Options:
     return Options(words.rule, words.second_moment, words.bits, words.min_size, None, axes or None, codec=words.codec)
 
 
-def _learn(states: list[GefenState], formats: list[Format], grads: Any, progress: Progress | None) -> Plan:
+def _learn(states: list[GefenState], formats: list[Format], grads: Any, where: str, progress: Progress | None) -> Plan:
     held = {path for node in states for path in paths.names(node.mu)}
     one_tree = held <= set(paths.names(grads))  # parameters may themselves be a list
     columns = [paths.named_leaves(tree) for tree in ([grads] if one_tree else learn.trees_of(grads))]
@@ -179,7 +182,7 @@ def _learn(states: list[GefenState], formats: list[Format], grads: Any, progress
     first = next(iter(requests.values())).options if requests else Options()
     if len({(words.rule, words.bits, words.codec) for words in formats}) > 1:
         raise ValueError("calibrate: the Gefen states differ in rule or bits: calibrate them one at a time")
-    return learn.decide(list(requests.values()), first, progress)
+    return learn.decide(list(requests.values()), first, progress, where)
 
 
 def _check_plan_fits(plan: Plan, states: list[GefenState], formats: list[Format]) -> None:

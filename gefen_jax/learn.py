@@ -167,14 +167,14 @@ def _reference_period(gradient: Any, where: str) -> tuple[int, codebook.Counts, 
     """The period of a leaf, its histogram, and the candidates with their scores."""
     if on_device.takes([gradient], where):
         array = on_device.prepare(gradient)
-        cand, score = on_device.scores(array)
-        if on_device.is_certain(cand, score):
+        cand, score, certain = on_device.scores(array)
+        if certain:
             period = periods.choose_period(cand, score, array.size)
             return period, on_device.reference_histogram(array, period), (cand, score)
-    array = _to_host(gradient)
-    cand, score = periods.scores(array)
-    period = periods.choose_period(cand, score, array.size)
-    return period, codebook.reference_histogram(array, period), (cand, score)
+    values = _to_host(gradient)
+    cand, score = periods.scores(values)
+    period = periods.choose_period(cand, score, values.size)
+    return period, codebook.reference_histogram(values, period), (cand, score)
 
 
 def _learn_gefen(requests: Sequence[Request], options: Options, progress: Progress, where: str) -> Plan:
@@ -197,7 +197,8 @@ def _learn_gefen(requests: Sequence[Request], options: Options, progress: Progre
         leaves[request.path] = fallback
         if not fallback.exact:
             device = on_device.takes(request.gradients, where)
-            bring, histogram = (on_device.prepare, on_device.histogram) if device else (_to_host, codebook.histogram)
+            measure: tuple[Any, Any] = (_to_host, codebook.histogram)
+            bring, histogram = (on_device.prepare, on_device.histogram) if device else measure
             gradients = [bring(gradient) for gradient in request.gradients]
             found = _survey(gradients, fallback, request.options, device)
             surveys[request.path] = found

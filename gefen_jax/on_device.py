@@ -54,8 +54,9 @@ def takes(gradients: Sequence[Any], where: str) -> bool:
 
 
 def _is_on_gpu(sharding: jax.sharding.Sharding) -> bool:
+    devices: set[Any] = sharding.device_set
     known = isinstance(sharding, NamedSharding | SingleDeviceSharding)
-    return known and all(device.platform == "gpu" for device in sharding.device_set)
+    return known and all(device.platform == "gpu" for device in devices)
 
 
 @in_float64
@@ -158,7 +159,8 @@ class _Totals:
             source = chain.tiles[parent] if parent >= 0 else (1,) * len(tile)
             ratio = (1,) * axis + tuple(t // s for t, s in zip(tile, source))
             ratio += (1,) * (sums.ndim - len(ratio))
-            *live[node], pair = _merge(*live[parent], ratio)
+            cells, held, pair = _merge(*live[parent], ratio)
+            live[node] = (cells, held)
             self.add((name, node), pair)
             for done in [other for other in live if other >= 0 and chain.skips[other] <= node + 1]:
                 del live[done]
@@ -224,7 +226,7 @@ def _logarithms(
     The sums are what `Sums` has as ``samples`` and ``replicates``, then that of the squares of L.
     """
     relative = [jnp.square(as_single(take(g, starts, sizes))) / s for g, s in zip(arrays, squares)]
-    samples = sum((r > 0).astype(jnp.float64) for r in relative)
+    samples: Array = sum((r > 0).astype(jnp.float64) for r in relative)
     mean = sum(relative) / len(relative)
     values = jnp.where(samples > 0, jnp.log(mean + FLOOR), 0.0)
     sums = [jnp.sum((samples == k).astype(jnp.float64)) for k in range(len(relative) + 1)]
@@ -254,15 +256,16 @@ def _residuals(values: Array, counts: Array, row_sums: Array, row_counts: Array,
 
 
 @in_float64
-def scores(array: jax.Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """`periods.scores`, to about twelve digits. Exactly 0 for a gradient of one magnitude, as there."""
+def scores(array: jax.Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], bool]:
+    """`periods.scores` to about twelve digits, and whether the choice among them is certain to be the host's."""
     cand = periods.candidates(array.size)
     sums, least, most = _log_squares(array)
-    if float(least) == float(most) < math.inf:
-        return cand, np.zeros(cand.size)
-    found = {p: _roughness(x, p) for p, x in periods.block_sums(sums, cand, _merge_runs)}
-    values = jax.device_get([found[period] for period in cand.tolist()])
-    return cand, np.array(values, np.float64)
+    if float(least) == float(most) < math.inf:  # then all sums of a length are equal on the host
+        return cand, np.zeros(cand.size), True
+    with np.errstate(invalid="ignore", over="ignore"):  # numbers that are not finite are never certain
+        found = {p: _roughness(x, p) for p, x in periods.block_sums(sums, cand, _merge_runs)}
+    score = np.array(jax.device_get([found[period] for period in cand.tolist()]), np.float64)
+    return cand, score, is_certain(cand, score)
 
 
 def is_certain(cand: npt.NDArray[np.int64], score: npt.NDArray[np.float64]) -> bool:

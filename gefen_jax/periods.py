@@ -197,9 +197,7 @@ def _log_squares(grad: npt.NDArray[np.generic]) -> Floats:
     return logs
 
 
-def block_sums(
-    logs: Any, cand: npt.NDArray[np.int64], merge: Callable[[Any, int], Any]
-) -> Iterator[tuple[int, Any]]:
+def block_sums(logs: Any, cand: npt.NDArray[np.int64], merge: Callable[[Any, int], Any]) -> Iterator[tuple[int, Any]]:
     """Depth-first over the tree of candidate lengths, with their block sums; one path is alive at a time.
 
     ``merge(sums, parts)`` adds up neighbours, of whatever arrays ``logs`` are.
