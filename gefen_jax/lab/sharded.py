@@ -1,5 +1,7 @@
 """Several devices for the demo and the examples: making them, dividing parameters among them, counting bytes on one."""
 
+import contextlib
+
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -16,10 +18,8 @@ def data_mesh(count: int) -> Mesh:
     Raises:
       UsageError: there are fewer devices.
     """
-    try:
+    with contextlib.suppress(RuntimeError):  # JAX is in use already, with what devices it has
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # JAX is in use already, with what devices it has
-        pass
     devices = jax.devices()
     if len(devices) < count:
         raise UsageError(

@@ -4,8 +4,8 @@
 
 One .npz for each case, without pickles: the arrays of the state by field and path (bfloat16 as bit patterns), the plan
 as JSON text, and some elements of the updates and codes that the next step gave; parameters and gradients of that step
-are in step.npz. Beside them the default case as Orbax saves it, as flax.serialization packs it and as pickle does. Once a
-release has written them, they change only with `gefen_jax.state.VERSION`, into a folder of that name.
+are in step.npz. Beside them the default case as Orbax saves it, as flax.serialization packs it and as pickle does. Once
+a release has written them, they change only with `gefen_jax.state.VERSION`, into a folder of that name.
 """
 
 import pathlib
