@@ -51,7 +51,8 @@ CASES = {
     "FSDP, columns": (KERNEL, "8", P(None, "d"), {}, sums(128, 128)),  # the row factor, and each row's maximum
     "FSDP x tensor parallel": (KERNEL, "2x4", P("f", "t"), {}, sums(64, 64, 64, 1)),  # all of these, on 64 x 64 shards
     "4 bits, rows": (KERNEL, "8", P("d"), {"bits": 4}, sums(256, 1)),
-    "4 bits, columns": (KERNEL, "8", P(None, "d"), {"bits": 4}, sums(128, 128)),
+    # Two momentum blocks a row, each on four devices: their maxima are reduced there, and all devices keep all of them.
+    "4 bits, columns": (KERNEL, "8", P(None, "d"), {"bits": 4}, [("all-gather", "f32", 256), *sums(128, 128)]),
     "companding": (KERNEL, "8", P("d"), {"codec": "companding"}, sums(256, 1)),
     "one mean per column, rows": (KERNEL, "8", P("d"), {"second_moment": "block"}, sums(256)),
     "one mean per column, columns": (KERNEL, "8", P(None, "d"), {"second_moment": "block"}, sums(128)),
