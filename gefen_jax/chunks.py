@@ -47,8 +47,8 @@ class Layout(NamedTuple):
 def layout(shape: Shape, scale: Shape, nu: Shape, cross: Shape, packed: int | None = None) -> Layout | None:
     """How to cut a leaf, or None where whole arrays serve better.
 
-    That is so for leaves of at most one chunk, for blocks that are no tiles of any matrix view, and where the
-    number of rows has no divisor that gives chunks of a sensible size.
+    That is so for leaves of at most one chunk, for blocks that are no tiles of any matrix view, for runs of an odd
+    number of 4-bit codes, and where the number of rows has no divisor that gives chunks of a sensible size.
 
     Examples:
       >>> layout((768, 3072), (768, 12), (768, 1), (1, 3072)).rows
@@ -71,6 +71,8 @@ def layout(shape: Shape, scale: Shape, nu: Shape, cross: Shape, packed: int | No
             height, run = scales[1], width // scales[1]
             nus = (height, 1) if nus == scales else (height, run)
             width, scales = run, (height, 1)
+        if packed is not None and width % 2:
+            continue  # two codes of one byte would lie in different rows
         rows = _chunk_rows(height, width, scales, (nus, crosses))
         if rows is not None:
             return Layout((height, width), rows, scales, nus, crosses)

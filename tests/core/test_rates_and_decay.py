@@ -106,7 +106,6 @@ MASKS = {
     "function": lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
     "arrays": {"layer": {"kernel": np.True_, "bias": np.False_}, "head": {"kernel": jnp.array(True), "bias": True}},
     "none": None,
-    "all": True,
 }
 
 

@@ -14,7 +14,7 @@ SHAPES = [(64, 1024), (4, 128, 128), (40000,), (130, 7, 64), (5000, 8), (3, 3, 6
 """More than one chunk each: a matrix, a stack whose chunks hold several matrices or cut them, vectors, odd rows."""
 VARIANTS = [
     ({}, SHAPES),
-    ({"bits": 4}, SHAPES),
+    ({"bits": 4}, [(49152,) if shape == (40000,) else shape for shape in SHAPES]),
     ({"second_moment": "block"}, [(64, 1024), (4, 128, 128), (5000, 8), (40000,)]),
     ({"second_moment": "block", "bits": 4}, [(1, 65536), (2, 5, 64, 128), (12, 64, 96)]),
     ({"second_moment": "full"}, [(130, 7, 64), (40000,), (97, 512)]),
@@ -55,6 +55,18 @@ def test_chunks_are_the_whole(options, shapes):
                 float64.check_step(leaf, before, b, g[path], e[path], t, words, h)
         state = new
     assert parted <= 1e-4 * count
+
+
+def test_blocks_of_an_odd_number_of_4_bit_codes_are_stepped_whole():
+    """Blocks of 125 share bytes with their neighbours: no row of a chunk may begin inside a byte."""
+    params = {"p": jnp.ones(40000)}
+    whole, chunked = (gefen(1e-2, bits=4, min_size=0, implementation=i) for i in ("jnp", "chunked"))
+    state = whole.init(params)
+    assert state.mu_scale["p"].shape == (320,)
+    assert explain(state, tx=chunked).rows[0].implementation == "jnp"
+    grads = {"p": jnp.sin(jnp.arange(40000.0))}
+    for x, y in zip(*(jax.tree.leaves(tx.update(grads, state, params)) for tx in (whole, chunked)), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize(
