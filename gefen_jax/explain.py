@@ -9,8 +9,11 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
+from jax.sharding import NamedSharding
 
-from gefen_jax import codebook, implementation, paths, state, update
+from gefen_jax import codebook, implementation, local, paths, state, update
+from gefen_jax.implementation import how
 from gefen_jax.plan import LeafPlan, split_of
 from gefen_jax.reasons import EMPTY, EXPLANATIONS, LEARNED
 from gefen_jax.state import GefenState, decisions
@@ -72,6 +75,7 @@ class Explanation:
       rule: the rule in force, or "unknown" for abstract states.
       codebook: where the codebook comes from.
       count: steps taken; None for abstract states.
+      step: how `apply` runs a whole step; None if the transformation was not given.
     """
 
     rows: tuple[Row, ...]
@@ -81,6 +85,7 @@ class Explanation:
     rule: str
     codebook: str
     count: int | None
+    step: str | None = None
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -116,7 +121,8 @@ class Explanation:
         legend = self.legend()
         width = max(map(len, legend), default=0)
         meanings = [f"{word.ljust(width)}  {meaning}" for word, meaning in legend.items()]
-        return "\n".join([*lines, "", *meanings, "", self.summary()])
+        ends = [self.summary()] + ([] if self.step is None else [f"apply: {self.step}"])
+        return "\n".join([*lines, "", *meanings, "", *ends])
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{html.escape(cell)}</th>" for cell in HEAD)
@@ -129,6 +135,7 @@ class Explanation:
         return (
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><dl>{legend}</dl>"
             f"<p>{html.escape(self.summary())}</p>"
+            + ("" if self.step is None else f"<p>apply: {html.escape(self.step)}</p>")
         )
 
 
@@ -152,14 +159,24 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def explain(opt_state: Any, params: Any = None, *, implementation: str = "auto") -> Explanation:
+def explain(
+    opt_state: Any,
+    params: Any = None,
+    *,
+    tx: optax.GradientTransformation | None = None,
+    implementation: str = "auto",
+    shardings: Any = None,
+) -> Explanation:
     """Say what every leaf of a Gefen state holds, how much, and why.
 
     Args:
       opt_state: an optimizer state with at least one `GefenState`, concrete or from `jax.eval_shape`. Abstract states
         have shapes and bytes, but their rule and reasons are not known.
       params: the parameters, to name those that no Gefen state holds; optional.
-      implementation: what the transformation was built with, to say which twin of the step runs.
+      tx: what `gefen` or `fused_chain` returned, which knows the next two; any other transformation is taken too, to
+        say how `gefen_jax.apply` steps it.
+      implementation: what `gefen` was built with, to say which twin of the step runs.
+      shardings: likewise.
 
     Returns:
       An `Explanation`: print it, show it in a notebook, or read its rows.
@@ -177,6 +194,9 @@ def explain(opt_state: Any, params: Any = None, *, implementation: str = "auto")
       ('small', 'fewer than min_size elements: exact Adam costs little and sets the usable learning rate')
     """
     nodes = _states(opt_state)
+    requested = getattr(tx, "implementation", implementation)
+    stated = local.stated(getattr(tx, "shardings", shardings))
+    given = {} if params is None else dict(paths.named_leaves(params))
     shapes = {} if params is None else {path: tuple(p.shape) for path, p in paths.named_leaves(params)}
     rows: list[Row] = []
     total = 0
@@ -186,7 +206,9 @@ def explain(opt_state: Any, params: Any = None, *, implementation: str = "auto")
         decided = {} if words is None else decisions(node, words)
         for path, leaf in zip(paths.names(node.mu), node.leaves()):
             decision = decided.get(path)
-            rows.append(_row(path, leaf, decision, _shape(path, leaf, decision, node, shapes), implementation))
+            shape = _shape(path, leaf, decision, node, shapes)
+            home = local.home(stated, path, leaf, parameter=given.get(path))
+            rows.append(_row(path, leaf, decision, shape, requested, home))
     held = {row.path for row in rows}
     parameters = sum(math.prod(row.shape) for row in rows)
     for path, shape in shapes.items():
@@ -201,6 +223,7 @@ def explain(opt_state: Any, params: Any = None, *, implementation: str = "auto")
         rule=UNKNOWN if words is None else words.rule,
         codebook=UNKNOWN if words is None else _codebook_source(nodes[0]),
         count=None if words is None else int(jax.device_get(nodes[0].count)),
+        step=None if tx is None else how(tx),
     )
 
 
@@ -275,10 +298,17 @@ def _abstract_shape(path: str, leaf: Leaf, node: GefenState) -> tuple[int, ...]:
     )
 
 
-def _row(path: str, leaf: Leaf, decision: LeafPlan | None, shape: tuple[int, ...], requested: str) -> Row:
+def _row(
+    path: str,
+    leaf: Leaf,
+    decision: LeafPlan | None,
+    shape: tuple[int, ...],
+    requested: str,
+    home: NamedSharding | None,
+) -> Row:
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaf)
     count = math.prod(shape)
-    name, because = implementation.choose(requested, shape, leaf)
+    name, because = implementation.choose(requested, shape, leaf, home=home)
     shared = decision is not None and not decision.exact and decision.nu == decision.mu and decision.reason != LEARNED
     return Row(
         path=path,

@@ -114,21 +114,24 @@ def fused_chain(*transformations: optax.GradientTransformation) -> optax.Gradien
 
     built = FusedChain(chain.init, chain.update)
     built.apply = apply
+    built.implementation, built.shardings = getattr(last, "implementation", "auto"), getattr(last, "shardings", None)
     return built
 
 
 class FusedChain(optax.GradientTransformationExtraArgs):
-    """What `fused_chain` returns: (init, update), and ``apply``."""
+    """What `fused_chain` returns: (init, update), ``apply``, and what its `gefen` was built with."""
 
     apply: Any
+    implementation: str
+    shardings: Any
 
 
 def apply(tx: optax.GradientTransformation, grads: Any, params: Any, opt_state: Any, **extra: Any) -> tuple[Any, Any]:
     """One whole step with any Optax transformation: ``(params, opt_state)``.
 
     What `gefen` and `fused_chain` return has its own ``apply`` and does it at once; anything else (`optax.chain`,
-    `optax.MultiSteps`, ... drop it) takes `update` and `optax.apply_updates`. `how` says which. Donate ``params`` and
-    ``opt_state``: results come in the order of the arguments they are written over.
+    `optax.MultiSteps`, ... drop it) takes `update` and `optax.apply_updates`. `explain` says which. Donate ``params``
+    and ``opt_state``: results come in the order of the arguments they are written over.
 
     Examples:
       >>> tx = optax.sgd(1.0)
@@ -141,16 +144,3 @@ def apply(tx: optax.GradientTransformation, grads: Any, params: Any, opt_state: 
         return own(grads, params, opt_state, **extra)
     updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra)
     return optax.apply_updates(params, updates), opt_state
-
-
-def how(tx: optax.GradientTransformation) -> str:
-    """How `apply` runs a step of ``tx``, in words.
-
-    Examples:
-      >>> how(optax.adam(1e-3))
-      'update, then optax.apply_updates: GradientTransformationExtraArgs has no apply of its own'
-    """
-    if getattr(tx, "apply", None) is None:
-        return f"update, then optax.apply_updates: {type(tx).__name__} has no apply of its own"
-    reason = kernels.unavailable("triton") or kernels.shared()
-    return "at once" if reason is None else f"at once, without kernels: {reason}"

@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
-from gefen_jax import chunks, kernels, update
+from gefen_jax import chunks, kernels, local, update
 from gefen_jax.update import Codebook, Hyper, Leaf, Scalar, Tail
 
 IMPLEMENTATIONS = ("auto", "triton", "pallas", "jnp", "chunked")
@@ -27,8 +28,18 @@ def check(requested: str) -> None:
             raise ValueError(f"implementation='triton' cannot be used: {reason}; 'auto' takes what there is")
 
 
+def wants_kernels(requested: str) -> bool:
+    """Whether leaves run in kernels where they can."""
+    return requested in ("triton", "pallas") or (requested == "auto" and jax.default_backend() != "cpu")
+
+
 def choose(
-    requested: str, shape: tuple[int, ...], leaf: Leaf, gradient: Any = None, parameter: Any = None
+    requested: str,
+    shape: tuple[int, ...],
+    leaf: Leaf,
+    gradient: Any = None,
+    parameter: Any = None,
+    home: NamedSharding | None = None,
 ) -> tuple[str, str]:
     """(implementation, reason) for one leaf.
 
@@ -38,16 +49,22 @@ def choose(
       leaf: its state: arrays or only their shapes and dtypes.
       gradient: the gradient, if it is known; its dtype and placement matter to kernels.
       parameter: the parameter, if it is known.
+      home: where the leaf lives, if that is several devices and known (`local.home`).
     """
     if requested == "jnp":
         return "jnp", "asked for"
     auto = requested == "auto"
-    if requested in ("triton", "pallas") or (auto and jax.default_backend() != "cpu"):
+    if wants_kernels(requested):
         name = "triton" if auto else requested
-        reason = (kernels.unavailable(name) if auto else None) or kernels.shared(name, leaf, gradient)
         dtypes = [jnp.float32 if x is None else x.dtype for x in (gradient, parameter)]
-        reason = reason or kernels.why_not(shape, leaf, *dtypes)
-        return ("jnp", f"no kernel: {reason}") if reason else (name, "GPU: all leaves at once" if auto else "asked for")
+        reason = kernels.unavailable(name) if auto else None
+        if home is None:
+            reason = reason or kernels.shared(name, leaf, gradient) or kernels.why_not(shape, leaf, *dtypes)
+        else:
+            reason = reason or local.why_not(shape, leaf, home, *dtypes)
+        if reason:
+            return "jnp", f"no kernel: {reason}"
+        return name, ("GPU: all leaves at once" if auto else "asked for") + (", shard by shard" if home else "")
     if update.is_exact(leaf.mu):
         return "jnp", "exact Adam"
     if auto and jax.device_count() > 1:
@@ -56,6 +73,44 @@ def choose(
         small = leaf.mu.size <= chunks.CHUNK
         return "jnp", "fits one chunk" if small else "its blocks or row count give no chunks of a sensible size"
     return "chunked", "asked for" if requested == "chunked" else "CPU: cache-sized chunks"
+
+
+def homes(
+    requested: str,
+    stated: local.Stated,
+    names: list[str],
+    gradients: list[Any],
+    parameters: list[Any],
+    leaves: list[Leaf],
+) -> list[NamedSharding | None]:
+    """Where the leaves live that kernels step shard by shard; None for all others."""
+    found: list[NamedSharding | None] = [None] * len(leaves)
+    if not wants_kernels(requested):
+        return found
+    for i, (path, g, p, leaf) in enumerate(zip(names, gradients, parameters, leaves)):
+        home = local.home(stated, path, leaf, g, p)
+        if home is not None and choose(requested, g.shape, leaf, g, p, home)[0] != "jnp":
+            found[i] = home
+    return found
+
+
+def how(tx: Any) -> str:
+    """How `gefen_jax.apply` runs a step of ``tx``, in words.
+
+    Examples:
+      >>> import optax
+      >>> how(optax.adam(1e-3))
+      'update, then optax.apply_updates: GradientTransformationExtraArgs has no apply of its own'
+    """
+    if getattr(tx, "apply", None) is None:
+        return f"update, then optax.apply_updates: {type(tx).__name__} has no apply of its own"
+    requested = getattr(tx, "implementation", "auto")
+    if requested in ("jnp", "chunked"):
+        return f"at once, without kernels: implementation={requested!r} was asked for"
+    where = "" if getattr(tx, "shardings", None) is None else ", shard by shard where blocks are local"
+    twin = "pallas" if requested == "pallas" else "triton"
+    reason = kernels.unavailable(twin) or (None if where else kernels.shared())
+    return f"at once{where}" if reason is None else f"at once, without kernels: {reason}"
 
 
 def layout(shape: tuple[int, ...], leaf: Leaf) -> chunks.Layout | None:

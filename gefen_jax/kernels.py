@@ -43,7 +43,7 @@ def shared(name: str = "triton", leaf: Leaf | None = None, gradient: Any = None)
     """
     manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
     if jax.device_count() > 1 and not manual and not _alone(gradient):
-        return "several devices: whole arrays keep their sharding (call the step inside jax.shard_map for kernels)"
+        return "several devices, and its sharding is not known: state it with gefen(shardings=...)"
     if leaf is None or gradient is None:
         return None
     statistics = [leaf.nu] if update.is_exact(leaf.mu) else [leaf.mu_scale, leaf.nu]

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gefen_jax import checks, implementation, matching, paths, reference, state, update
+from gefen_jax import checks, implementation, local, matching, paths, reference, state, update
 from gefen_jax.learn import initial_codebook
 from gefen_jax.plan import MIN_SIZE, FullPrecision, LeafPlan, Options, Plan, shape_rule
-from gefen_jax.sharding import by_mesh, fresh, replicated
+from gefen_jax.sharding import fresh, replicated
 from gefen_jax.state import GefenState
 from gefen_jax.update import Leaf, Scalar
 
@@ -31,6 +31,8 @@ class GefenTransformation(optax.GradientTransformationExtraArgs):
 
     apply: Callable[..., tuple[Any, GefenState]]
     options: Options
+    implementation: str
+    shardings: local.Stated
 
 
 def gefen(
@@ -50,6 +52,7 @@ def gefen(
     axes: Mapping[str, tuple[int, int]] | None = None,
     implementation: str = "auto",
     codec: str | None = None,
+    shardings: Any = None,
 ) -> GefenTransformation:
     r"""AdamW's recipe with about one byte of state per parameter.
 
@@ -82,6 +85,9 @@ def gefen(
       implementation: "auto", or one of `gefen_jax.implementation.IMPLEMENTATIONS`.
       codec: "table" (default: any codebook, the nearest word found through a table) or "companding" (words in closed
         form: a faster step on the CPU, 4 to 5 % more squared error of the stored first moment).
+      shardings: where the parameters live (a tree like them of `jax.sharding.NamedSharding`, or one for all), so that
+        kernels can step the shards of leaves whose blocks cross none, in `jax.shard_map`. Only kernels read it, and
+        only on automatic meshes need it: explicit ones have shardings in their types.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is a `GefenState`.
@@ -115,6 +121,7 @@ def gefen(
         _options(plan, rule, second_moment, bits, min_size, full_precision, axes, codec),
         plan,
         implementation,
+        local.stated(shardings),
     )
 
 
@@ -132,6 +139,7 @@ def scale_by_gefen(
     axes: Mapping[str, tuple[int, int]] | None = None,
     implementation: str = "auto",
     codec: str | None = None,
+    shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Rescale gradients as `optax.scale_by_adam` does, with `gefen`'s state. Arguments as in `gefen`.
 
@@ -142,7 +150,7 @@ def scale_by_gefen(
       [-0.001..., 0.001...]
     """
     options = _options(plan, rule, second_moment, bits, min_size, full_precision, axes, codec)
-    built = _build(b1, b2, eps, None, options, plan, implementation)
+    built = _build(b1, b2, eps, None, options, plan, implementation, local.stated(shardings))
     return optax.GradientTransformationExtraArgs(built.init, built.update)
 
 
@@ -217,6 +225,7 @@ def _build(
     options: Options,
     plan: Plan | None,
     requested: str,
+    shardings: local.Stated,
 ) -> GefenTransformation:
     checks.check_scalar("b1", b1, low=0, below=1, wide=True)
     checks.check_scalar("b2", b2, low=0, below=1, wide=True)
@@ -227,6 +236,8 @@ def _build(
     def init(params: Any) -> GefenState:
         named = paths.named_leaves(params)
         checks.check_parameters(named)
+        for path, _ in named:
+            local.of(shardings, path)
         if step is not None and step.mask is not None and named:
             checks.broadcast_mask(step.mask, params)
         if plan is not None:
@@ -263,11 +274,16 @@ def _build(
             h = update.hyper(b1, b2, eps, count)
             return implementation.step(requested, gradients, parameters, leaves, book, h, tails, factor)
 
-        outputs, leaves = by_mesh(
+        homes: list[Any] = [None] * len(gradients)
+        if options.rule != "reference":
+            names = paths.names(opt_state.mu)
+            homes = implementation.homes(requested, shardings, names, gradients, parameters, leaves)
+        outputs, leaves = local.by_shard(
             advance,
             (gradients, parameters, leaves, decays),
             (opt_state.codebook, count, rate, b1, b2, eps, factor),
             like=parameters if apply else gradients,
+            homes=homes,
         )
         return tree.unflatten(outputs), opt_state.with_leaves(leaves, count=count)
 
@@ -282,6 +298,7 @@ def _build(
 
     built = GefenTransformation(init, update_fn)
     built.apply, built.options = apply, options
+    built.implementation, built.shardings = requested, shardings
     return built
 
 

@@ -82,13 +82,14 @@ def section(title: str, rows: dict[str, str]) -> str:
 
 
 def implementations() -> dict[str, str]:
-    """Which implementation a leaf of each kind gets on this machine, and why."""
+    """Which implementation a leaf of each kind gets on this machine, and why; and how `apply` steps them."""
+    tx = gefen(1e-3)
     rows = {}
     for name, leaf in EXAMPLES.items():
-        state = jax.eval_shape(gefen(1e-3).init, {name: leaf})
-        row = explain(state).rows[0]
+        found = explain(jax.eval_shape(tx.init, {name: leaf}), tx=tx)
+        row = found.rows[0]
         rows[f"{name} {leaf.shape}"] = f"{row.implementation} ({row.because})"
-    return rows
+    return rows | {"apply": str(found.step)}
 
 
 def availability(item: Optional) -> str:

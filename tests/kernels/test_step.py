@@ -10,7 +10,8 @@ import pytest
 
 import gefen_pallas.compiled
 from gefen_jax import explain, gefen, implementation, kernels, scale_by_gefen
-from gefen_jax.fused import apply, clip_by_global_norm, fused_chain, global_norm, how
+from gefen_jax.fused import apply, clip_by_global_norm, fused_chain, global_norm
+from gefen_jax.implementation import how
 from gefen_jax.update import Leaf
 
 SHAPES = {"kernel": (64, 128), "bias": (40,), "heads": (3, 32, 64), "scale": ()}
@@ -148,6 +149,23 @@ def test_explain_says_which_path_and_why():
     name, why = implementation.choose("pallas", (768, 768), leaf)
     assert name == "jnp"
     assert "do not nest" in why
+
+
+def test_explain_says_how_apply_steps_a_transformation():
+    """Of what `gefen` returned it knows the implementation too; a wrapper drops both, and is told so."""
+    params = {"kernel": jnp.zeros((64, 128))}
+    for tx, name, step in (
+        (gefen(1e-3, implementation="pallas"), "pallas", "at once"),
+        (fused_chain(optax.add_noise(1e-3, 0.5, 0), gefen(1e-3, implementation="pallas")), "pallas", "at once"),
+        (gefen(1e-3, implementation="jnp"), "jnp", "at once, without kernels: implementation='jnp' was asked for"),
+        (optax.chain(gefen(1e-3, implementation="pallas")), "jnp", "update, then optax.apply_updates: Gradient"),
+    ):
+        found = explain(tx.init(params), params, tx=tx)
+        assert found.rows[0].implementation == name
+        assert found.step.startswith(step)
+        assert f"apply: {found.step}" in str(found)
+    assert found.step.endswith("has no apply of its own")
+    assert explain(tx.init(params)).step is None
 
 
 def test_a_leaf_without_a_kernel_takes_the_plain_step():
