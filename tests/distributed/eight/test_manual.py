@@ -19,7 +19,7 @@ OPTIONS = {
     "factored": {},
     "factored, aligned": {"align": 8},
     "block, aligned": {"second_moment": "block", "align": 8},
-    "4 bits": {"bits": 4},
+    "4 bits, aligned": {"bits": 4, "align": 8},
 }
 
 
@@ -70,7 +70,7 @@ CASES = [
     ("columns", EXPLICIT, "factored"),
     ("2x4", AUTO, "factored, aligned"),
     ("columns", AUTO, "block, aligned"),
-    ("4x2", EXPLICIT, "4 bits"),
+    ("4x2", EXPLICIT, "4 bits, aligned"),
 ]
 
 
