@@ -58,11 +58,13 @@ class Program(NamedTuple):
 
 
 class Binary(NamedTuple):
-    """What ptxas made of a kernel: registers per thread, bytes of spills, and its parameters as (offset, size)."""
+    """What ptxas made of a kernel: registers per thread, bytes of spills, stack and machine code, and its parameters as
+    (offset, size)."""
 
     registers: int
     spills: int
     stack: int
+    code: int
     parameters: tuple[tuple[int, int], ...]
 
 
@@ -93,16 +95,31 @@ def description(name: str) -> str:
     """
 
 
-def compile_for(name: str, function: Callable[..., Any], *arguments: Any, donate: Sequence[int] = ()) -> Program:
-    """Compile ``function`` for a GPU of `TARGETS`; arguments are pytrees of arrays or `jax.ShapeDtypeStruct`."""
-    import jax
+def mesh_of(name: str, devices: int = 1) -> Any:
+    """A mesh with the axis "x" of so many GPUs of `TARGETS`, none of which is here."""
     from jax.experimental import topologies
 
     _provide_tools()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=description(name), topology="1x1x1")
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
-    placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), arguments)
+    topology = topologies.get_topology_desc(platform="cuda", target_config=description(name), topology=f"1x1x{devices}")
+    return topologies.make_mesh(topology, (devices,), ("x",))
+
+
+def compile_for(target: Any, function: Callable[..., Any], *arguments: Any, donate: Sequence[int] = ()) -> Program:
+    """Compile ``function`` for a GPU of `TARGETS`, or for the GPUs of a mesh from `mesh_of`.
+
+    Arguments are pytrees of arrays or `jax.ShapeDtypeStruct`; those whose sharding is not on the mesh are replicated.
+    """
+    import jax
+
+    mesh = mesh_of(target) if isinstance(target, str) else target
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def placed(x: Any) -> Any:
+        sharding = getattr(x, "sharding", None)
+        here = getattr(sharding, "mesh", None) == mesh
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if here else everywhere)
+
+    abstract = jax.tree.map(placed, arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function, donate_argnums=tuple(donate)).trace(*abstract).lower()
         program = lowered.compile()
@@ -211,7 +228,9 @@ def assemble(ptx: bytes) -> Binary:
         ).groups(),
     )
     registers = int(re.search(r"Used (\d+) registers", report).group(1))  # type: ignore[union-attr]
-    return Binary(registers, max(stores, loads), stack, tuple((offset, size) for _, offset, size in places))
+    section = r"^\s*\w+\s+\w+\s+(\w+)\s+\w+\s+\w+\s+PROGBITS\s.*\s\.text\."
+    code = int(re.search(section, layout, re.MULTILINE).group(1), 16)  # type: ignore[union-attr]
+    return Binary(registers, max(stores, loads), stack, code, tuple((offset, size) for _, offset, size in places))
 
 
 def _wheel_tools() -> pathlib.Path:

@@ -10,8 +10,10 @@ import time
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from gefen_jax import gefen
+from gefen_jax import gefen, state_sharding
 from gefen_jax.fused import clip_by_global_norm, fused_chain
 from gefen_pallas import aot, compiled
 
@@ -62,6 +64,7 @@ def report(name, program, size, leaves, seconds):
         "small": sum(small.values()),
         "copies": program.copies,
         "leaves": leaves,
+        "lines": len(program.text.splitlines()),
         "seconds": seconds,
         "temporary": program.temporary / size,
         "aliased": program.aliased / size,
@@ -103,6 +106,23 @@ def train_step():
     report("gradients", aot.compile_for("h100", jax.grad(loss), params, x), size, 8, 0)
     state = jax.eval_shape(tx.init, params)
     report("training", aot.compile_for("h100", training, params, state, x, donate=(0, 1)), size, 8, 0)
+
+
+def several_gpus():
+    """Blocks inside the shards of four GPUs: each device steps its own, in one launch."""
+    mesh = aot.mesh_of("h100", 4)
+    params = shapes({f"w{i}": (512, 768) for i in range(6)} | {"b": (768,), "odd": (5003,)})
+    specs = {name: P("x") if name != "odd" else P() for name in params}
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    tx = gefen(RATE, weight_decay=0.1, second_moment="full", implementation="triton", shardings=shardings)
+    state = jax.eval_shape(tx.init, params)
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+    params = jax.tree.map(place, params, shardings)
+    state = jax.tree.map(place, state, state_sharding(state, shardings))
+    start = time.perf_counter()
+    program = aot.compile_for(mesh, tx.apply, params, params, state, donate=(1, 2))
+    size = sum(leaf.size for leaf in jax.tree.leaves(params)) / 4
+    report("four GPUs", program, size, len(params), time.perf_counter() - start)
 
 
 def select_among_all():
@@ -157,7 +177,9 @@ GROUPS = {
         step("llama", LLAMA, dtype="bfloat16"),
         step("scanned", SCANNED, dtype="bfloat16"),
         step("odd", {"a": (5003, 4099), "b": (1, 50257), "c": (64, 4099), "d": (7, 1031), "e": (300, 511)}),
+        step("16 leaves", {f"w{i}": (128, 256) for i in range(16)}),
         step("600 leaves", {f"w{i}": (128, 256) for i in range(600)}),
+        several_gpus(),
         select_among_all(),
         train_step(),
     ],

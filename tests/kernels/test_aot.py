@@ -14,6 +14,9 @@ pytestmark = pytest.mark.skipif(
     bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: NOTHING IS COMPILED FOR A GPU in this run"
 )
 REGISTERS = 80
+CODE = 48 << 10
+"""Bytes of machine code of a kernel. Compile time is bounded through this and the length of XLA's program, not by a
+clock: the larger of the two GPT-2 kernels takes 39 KiB, and its step two seconds on two quiet cores."""
 
 
 def compiled(group):
@@ -38,15 +41,17 @@ def more():
     return compiled("more")
 
 
-def check(found, *, launches, small=3, temporary=0.3, aliased=5.0, spills=0):
+def check(found, *, launches, small=3, temporary=0.3, aliased=5.0, spills=0, code=CODE):
     """Kernels and nothing else touch the parameters; every pointer stands where kernels look for it."""
     assert found["large"] == {"triton": launches}
     assert found["copies"] == 0
     assert found["small"] <= small
     assert found["temporary"] <= temporary
     assert found["aliased"] >= aliased
+    assert found["lines"] <= 300 + 12 * found["leaves"]
     for kernel in found["kernels"].values():
         assert kernel["registers"] <= REGISTERS
+        assert 4 << 10 <= kernel["code"] <= code
         assert max(kernel["spills"], kernel["stack"]) <= spills
         assert kernel["parameters"] == [[8 * i, 8] for i in range(len(kernel["parameters"]))]
 
@@ -90,12 +95,24 @@ def test_llama(more, name):
 
 def test_odd_shapes(more):
     """Scalar accesses and loops spill a few registers once per tile."""
-    check(more["odd"], launches=2, spills=32)
+    check(more["odd"], launches=2, spills=32, code=96 << 10)
 
 
 def test_more_leaves_than_a_launch_holds(more):
     found = more["600 leaves"]
     check(found, launches=4, small=4)
+
+
+def test_code_does_not_grow_with_the_number_of_leaves(more):
+    few, many = more["16 leaves"], more["600 leaves"]
+    check(few, launches=2)
+    for name, kernel in few["kernels"].items():
+        assert many["kernels"][name]["code"] <= 1.05 * kernel["code"]
+
+
+def test_shards_on_several_gpus(more):
+    """One launch per device, and nothing between devices: no operation but the kernel's touches anything large."""
+    check(more["four GPUs"], launches=1, spills=32)
 
 
 def test_portable_selection(more):
