@@ -44,7 +44,7 @@ def printed(folder, host=0):
 def finish(processes, folder):
     """Wait for a run to end well."""
     try:
-        codes = [process.wait(timeout=300) for process in processes]
+        codes = [process.wait(timeout=900) for process in processes]
     finally:
         end(processes)
     assert codes == [0] * len(processes), printed(folder)[-5000:] + printed(folder, len(processes) - 1)[-5000:]
@@ -87,7 +87,7 @@ def test_a_killed_run_continues_to_the_bit(uninterrupted, tmp_path):
     folder = tmp_path / "run"
     processes = start(folder)
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 900
         while not (folder / str(2 * EVERY)).exists():  # committed: Orbax renames what is complete
             assert time.monotonic() < deadline, printed(folder)[-5000:]
             assert processes[1].poll() is None, printed(folder, 1)[-5000:]

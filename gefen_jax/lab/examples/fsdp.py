@@ -16,15 +16,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gefen_jax import gefen, learn_plan, plan_from_state, state_sharding
 from gefen_jax.lab import models
 from gefen_jax.lab.data import load_text
+from gefen_jax.lab.examples import counted, run
 from gefen_jax.lab.sharded import bytes_on_one_device, data_mesh, fsdp
 from gefen_jax.lab.tasks import text_task
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="gpt-study")
-    parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--model", default="gpt-study", help="default: %(default)s")
+    parser.add_argument("--devices", type=counted(2), default=8, help="default: %(default)s")
+    parser.add_argument("--steps", type=counted(2), default=20, help="default: %(default)s")
     args = parser.parse_args(argv)
 
     mesh = data_mesh(args.devices)
@@ -93,4 +94,4 @@ def template(params, plan, shardings):
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -22,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from gefen_jax import gefen, learn_plan, plan_from_state, state_sharding
 from gefen_jax.lab import models
 from gefen_jax.lab.data import load_text
+from gefen_jax.lab.examples import counted, run
 from gefen_jax.lab.sharded import fsdp
 from gefen_jax.lab.tasks import text_task
 
@@ -29,12 +30,12 @@ from gefen_jax.lab.tasks import text_task
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--coordinator", required=True, metavar="ADDRESS:PORT")
-    parser.add_argument("--hosts", type=int, required=True)
-    parser.add_argument("--host", type=int, required=True, help="0 is the coordinator")
+    parser.add_argument("--hosts", type=counted(1), required=True)
+    parser.add_argument("--host", type=counted(0), required=True, help="0 is the coordinator")
     parser.add_argument("--checkpoints", type=Path, required=True, help="a folder that all hosts see")
-    parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
-    parser.add_argument("--model", default="gpt-study")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--every", type=counted(1), default=10, help="steps between two checkpoints")
+    parser.add_argument("--model", default="gpt-study", help="default: %(default)s")
+    parser.add_argument("--steps", type=counted(0), default=60)
     args = parser.parse_args(argv)
 
     jax.distributed.initialize(args.coordinator, args.hosts, args.host)
@@ -116,4 +117,4 @@ def read(checkpoints, step, template):
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
