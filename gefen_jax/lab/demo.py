@@ -2,7 +2,8 @@
 
 Both start from the same parameters and see the same batches, step by step in turn. Prints validation loss,
 optimizer-state bytes, peak bytes and step time of each; writes demo.png and demo.json to --out. Ctrl-C ends it
-early: everything measured so far is printed and written, and the exit code is 130.
+early: everything measured so far is printed and written, and the exit code is 130. With --devices the parameters,
+gradients and optimizer states are divided among several devices (FSDP), and the bytes of one are reported too.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 from rich.console import Console
 
 from gefen_jax.lab import models, optimizers, picture, report
@@ -23,6 +25,7 @@ from gefen_jax.lab.display import progress
 from gefen_jax.lab.errors import UsageError
 from gefen_jax.lab.machine import environment
 from gefen_jax.lab.record import SCHEMA, Record, last_common_step, write_json
+from gefen_jax.lab.sharded import data_mesh, divided, fsdp
 from gefen_jax.lab.tasks import Task, text_task
 from gefen_jax.lab.train import Run, fit, prepare, tree_bytes
 
@@ -40,6 +43,7 @@ class Settings:
     optimizers: tuple[str, ...]
     steps: int
     batch: int
+    devices: int
     learning_rate: float  # AdamW's peak; others by `optimizers.Choice.rate`
     weight_decay: float
     b2: float
@@ -65,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--steps", type=positive_int, default=600, help="default: %(default)s")
     add("--batch", type=positive_int, default=8, help="windows of text per step; default: %(default)s")
+    add(
+        "--devices",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="train fully sharded over N devices, parts of the processor if there are no others; default: %(default)s",
+    )
     add("--lr", type=positive_float, default=2e-3, help="AdamW's peak learning rate; default: %(default)s")
     add("--seed", type=seed, default=0, help="of parameters and batches; default: %(default)s")
     add(
@@ -83,10 +94,12 @@ def run(args: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 100)
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
+    mesh = data_mesh(settings.devices) if settings.devices > 1 else None  # before anything else uses JAX
     text = load_text(settings.data)
     task = text_task(models.preset(settings.model), text)
+    task = task if mesh is None else divided(task, mesh)
     console.print(report.heading(settings, task, text), highlight=False)
-    runs, records = compile_all(settings, task)
+    runs, records = compile_all(settings, task, mesh)
     complete = train_in_lockstep(settings, task, runs, records, console)
 
     step = last_common_step(records)
@@ -114,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     write_json(out / "demo.json", result)
     caption = report.caption(settings, records[0].parameters, task, text, env)
     picture.draw(records, step, real, caption, out / "demo.png")
-    console.print(report.results(records, step), report.real_models(real, records))
+    console.print(report.results(records, step, settings.devices), report.real_models(real, records))
     console.print(report.finding(records, step), highlight=False)
     if not complete:
         console.print(f"Stopped by Ctrl-C: compared at step {step} of {settings.steps}.", highlight=False)
@@ -122,9 +135,11 @@ def run(args: argparse.Namespace) -> int:
     return 0 if complete else INTERRUPTED
 
 
-def compile_all(settings: Settings, task: Task) -> tuple[list[Run], list[Record]]:
+def compile_all(settings: Settings, task: Task, mesh: Mesh | None) -> tuple[list[Run], list[Record]]:
     """One compiled run and one empty record per optimizer, all from the same parameters."""
     params = models.init(task.config, jax.random.key(settings.seed))
+    shardings = None if mesh is None else fsdp(params, mesh)
+    params = params if shardings is None else jax.device_put(params, shardings)
     first = next(task.batches(1, settings.batch, settings.seed))
     runs, records = [], []
     for name in settings.optimizers:
@@ -137,7 +152,7 @@ def compile_all(settings: Settings, task: Task) -> tuple[list[Run], list[Record]
             weight_decay=settings.weight_decay,
             b2=settings.b2,
         )
-        runs.append(prepare(task, tx, params, first, choice.prepare))
+        runs.append(prepare(task, tx, params, first, choice.prepare, shardings=shardings))
         rate = choice.rate * settings.learning_rate
         records.append(Record.of(name, choice.label, rate, models.count(params), runs[-1]))
     return runs, records
@@ -194,12 +209,15 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise UsageError(
             f"--model {args.model}: too large for the demo; choose one of: {', '.join(trainable_models())}"
         )
+    if args.batch % args.devices:
+        raise UsageError(f"--batch {args.batch}: not a multiple of --devices {args.devices}")
     return Settings(
         model=args.model,
         data=args.data,
         optimizers=names,
         steps=args.steps,
         batch=args.batch,
+        devices=args.devices,
         learning_rate=args.lr,
         weight_decay=0.1,
         b2=0.99,

@@ -100,8 +100,8 @@ def init(config: Config, key: jax.Array) -> Params:
 
 
 def shapes(config: Config) -> Params:
-    """What `init` would return, as `jax.ShapeDtypeStruct`: for counting models of any size."""
-    return jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    """What `init` would return, as `jax.ShapeDtypeStruct`: for counting models of any size. No device is touched."""
+    return jax.eval_shape(lambda: init(config, jax.random.key(0)))
 
 
 def count(params: Params) -> int:

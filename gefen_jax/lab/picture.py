@@ -87,13 +87,15 @@ def draw_state(axes: Axes, records: list[Record], look: Looks) -> None:
 
 def draw_peak(axes: Axes, records: list[Record]) -> None:
     peaks = [record.peak_bytes / MIB for record in records]
-    parameters = [4 * record.parameters / MIB for record in records]  # float32
-    states = [record.state_bytes / MIB for record in records]
+    parameters = [record.device_parameter_bytes / MIB for record in records]
+    states = [record.device_state_bytes / MIB for record in records]
     rest = [peak - p - s for peak, p, s in zip(peaks, parameters, states)]
     parts = {"parameters": parameters, "optimizer state": states, "gradients, activations": rest}
     plots.stacked_bars(axes, labels(records), parts)
     plots.note_bars(axes, [f"{peak:.1f} MiB" for peak in peaks], peaks)
-    axes.set_title(f"Peak memory of a training step: {instead(peaks, '.1f')} MiB")
+    several = any(record.device_state_bytes < record.state_bytes for record in records)
+    where = " on one of the devices" if several else ""
+    axes.set_title(f"Peak memory of a training step{where}: {instead(peaks, '.1f')} MiB")
     axes.set_xlabel("MiB, by XLA's analysis of the compiled step")
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gefen_jax.lab.sharded import bytes_on_one_device
 from gefen_jax.lab.train import Event, Run
 
 SCHEMA = 1
@@ -31,7 +32,9 @@ class Record:
     learning_rate: float  # peak of the schedule
     parameters: int  # number of them
     state_bytes: int
-    peak_bytes: int
+    device_state_bytes: int  # on one device: the same, if there is one
+    device_parameter_bytes: int
+    peak_bytes: int  # on one device
     memory: dict[str, Any]  # the parts of the peak, see `gefen_jax.accounting.memory.Memory`
     compile_seconds: float
     train_loss: list[float] = dataclasses.field(default_factory=list)  # one per step, nats
@@ -42,7 +45,8 @@ class Record:
     def of(cls, name: str, label: str, learning_rate: float, parameters: int, run: Run) -> "Record":
         memory = dataclasses.asdict(run.memory)
         peak = run.memory.peak
-        return cls(name, label, learning_rate, parameters, run.state_bytes, peak, memory, run.compile_seconds)
+        held = (run.state_bytes, bytes_on_one_device(run.opt_state), bytes_on_one_device(run.params))
+        return cls(name, label, learning_rate, parameters, *held, peak, memory, run.compile_seconds)
 
     def add(self, event: Event) -> None:
         count = len(event.losses)

@@ -17,7 +17,7 @@ def heading(settings: Any, task: Task, text: Text) -> str:
     """What is about to run."""
     return (
         f"{settings.model}: {settings.steps} steps of {settings.batch} x {task.length} bytes, "
-        f"peak learning rate {settings.learning_rate:g}, seed {settings.seed}\n"
+        f"peak learning rate {settings.learning_rate:g}, seed {settings.seed}{divided(settings)}\n"
         f"text: {text.source}: {text.train.size:,} bytes to train and {text.validation.size:,} to validate on\n"
         "compiling a training step for each optimizer ..."
     )
@@ -27,12 +27,17 @@ def caption(settings: Any, parameters: int, task: Task, text: Text, env: dict[st
     """What was run where, for the head of the picture."""
     return (
         f"{settings.model}, {parameters:,} parameters, on {text.source}; {settings.batch} x {task.length} "
-        f"bytes a step, peak learning rate {settings.learning_rate:g}, seed {settings.seed}; "
+        f"bytes a step, peak learning rate {settings.learning_rate:g}, seed {settings.seed}{divided(settings)}; "
         f"{env['device']} ({env['threads']} threads), jax {env['packages']['jax']}"
     )
 
 
-def results(records: list[Record], step: int) -> Table:
+def divided(settings: Any) -> str:
+    """On how many devices, if on several."""
+    return f", fully sharded over {settings.devices} devices" if settings.devices > 1 else ""
+
+
+def results(records: list[Record], step: int, devices: int = 1) -> Table:
     """One row per optimizer: loss, state, peak, time; the first is what the others are compared with."""
     base = records[0]
     table = Table(title=f"After {step} steps", title_justify="left", title_style="bold", box=None)
@@ -42,7 +47,8 @@ def results(records: list[Record], step: int) -> Table:
         f"minus\n{base.label}",
         "optimizer\nstate",
         "bytes per\nparameter",
-        "peak of\na step",
+        *(["state on\none device"] if devices > 1 else []),
+        "peak of\na step" if devices == 1 else "peak on\none device",
         "step\ntime",
         f"over\n{base.label}",
     ):
@@ -55,6 +61,7 @@ def results(records: list[Record], step: int) -> Table:
             "" if record is base else f"{loss - base.validation_losses()[step]:+.4f}",
             format_bytes(record.state_bytes),
             f"{record.state_bytes_per_parameter:.2f}",
+            *([format_bytes(record.device_state_bytes)] if devices > 1 else []),
             format_bytes(record.peak_bytes),
             f"{1000 * times.median:.0f} ms" if times else "",
             f"{times.median / base_times.median:.2f}x" if times and base_times and record is not base else "",

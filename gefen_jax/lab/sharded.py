@@ -1,12 +1,16 @@
 """Several devices for the demo and the examples: making them, dividing parameters among them, counting bytes on one."""
 
 import contextlib
+import dataclasses
+from collections.abc import Callable
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gefen_jax.lab.errors import UsageError
 from gefen_jax.lab.models import Params
+from gefen_jax.lab.tasks import Batch, Task
 
 
 def data_mesh(count: int) -> Mesh:
@@ -34,8 +38,8 @@ def fsdp(params: Params, mesh: Mesh) -> Params:
 
     Examples:
       >>> mesh = data_mesh(1)
-      >>> fsdp({"kernel": jax.numpy.zeros((4, 8))}, mesh)["kernel"].spec
-      PartitionSpec(None, 'data')
+      >>> tuple(fsdp({"kernel": jax.numpy.zeros((4, 8))}, mesh)["kernel"].spec)
+      (None, 'data')
     """
 
     def of(p: jax.Array) -> NamedSharding:
@@ -46,6 +50,19 @@ def fsdp(params: Params, mesh: Mesh) -> Params:
         return NamedSharding(mesh, PartitionSpec(*names))
 
     return jax.tree.map(of, params)
+
+
+def divided(task: Task, mesh: Mesh) -> Task:
+    """The task with the examples of each batch divided among the devices (or on all, if they do not divide them)."""
+
+    def shared_out(look_up: Callable[[np.ndarray], Batch]) -> Callable[[np.ndarray], Batch]:
+        def batch(index: np.ndarray) -> Batch:
+            spec = PartitionSpec("data") if len(index) % mesh.size == 0 else PartitionSpec()
+            return Batch(*jax.device_put(tuple(look_up(index)), NamedSharding(mesh, spec)))
+
+        return batch
+
+    return dataclasses.replace(task, train=shared_out(task.train), validation=shared_out(task.validation))
 
 
 def bytes_on_one_device(tree: Params) -> int:

@@ -23,6 +23,7 @@ from gefen_jax.accounting.tensors import tree_bytes
 from gefen_jax.lab import models
 from gefen_jax.lab.models import Config, Params
 from gefen_jax.lab.tasks import Batch, Metrics, Task
+from gefen_jax.placement import state_sharding
 
 EVALUATION_BATCH = 32
 
@@ -84,6 +85,7 @@ def prepare(
     first: Batch,
     calibrate: Callable[[Any, Params], Any] | None = None,
     chunk: int = 1,
+    shardings: Params | None = None,
 ) -> Run:
     """Initialise the optimizer and compile its training step.
 
@@ -94,6 +96,7 @@ def prepare(
       first: a batch; gives the shapes, and the gradients for `calibrate`.
       calibrate: maps (opt_state, first gradients) to the opt_state to start with; None: leave it.
       chunk: steps per dispatch. More than 1 runs them in one `lax.scan`: less overhead for small models.
+      shardings: of the parameters on a mesh; the state then follows them. None: one device.
     """
     params = jax.tree.map(jnp.copy, params)
     opt_state = tx.init(params)
@@ -102,7 +105,13 @@ def prepare(
 
     batch = first if chunk == 1 else stack([first] * chunk)
     start = time.perf_counter()
-    jitted = jax.jit(one_step(task, tx) if chunk == 1 else many_steps(task, tx), donate_argnums=(0, 1))
+    held = None
+    if shardings is not None:
+        state_shardings = state_sharding(opt_state, shardings)
+        opt_state = jax.device_put(opt_state, state_shardings)
+        held = (shardings, state_shardings, None)
+    step = one_step(task, tx) if chunk == 1 else many_steps(task, tx)
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=held)
     compiled = jitted.lower(params, opt_state, batch).compile()
     return Run(
         step=compiled,

@@ -153,7 +153,7 @@ def records(*names, steps=50, final=1.5, diverged=()):
     random = np.random.default_rng(0)
     made = []
     for i, name in enumerate(names):
-        found = record.Record(name, name.title(), 1e-3, 1000, 8000 - 1000 * i, 10**6 - 1000 * i, {}, 1.0)
+        found = record.Record(name, name.title(), 1e-3, 1000, *[8000 - 1000 * i] * 2, 4000, 10**6 - 1000 * i, {}, 1.0)
         for step in range(steps + 1):
             loss = final + 4 / (1 + step / 10) + 0.01 * i
             if name in diverged and step > 5:

@@ -201,7 +201,7 @@ def test_unknown_optimizer():
 
 
 def example(name="adamw", validated=(0, 2)):
-    found = record.Record(name, name.title(), 1e-3, 100, 800, 5000, {}, 1.0)
+    found = record.Record(name, name.title(), 1e-3, 100, 800, 800, 400, 5000, {}, 1.0)
     for step in range(4):
         metrics = tasks.Metrics(3.0 - step / 10, 0.1) if step in validated else None
         losses = np.full(min(step, 1), 4.0 - step, np.float32)
@@ -221,7 +221,7 @@ def test_record():
 
 
 def test_a_record_spreads_the_time_of_a_chunk():
-    found = record.Record("a", "A", 1e-3, 100, 800, 5000, {}, 1.0)
+    found = record.Record("a", "A", 1e-3, 100, 800, 800, 400, 5000, {}, 1.0)
     found.add(train.Event(4, np.ones(4, np.float32), 2.0, None))
     assert found.step_seconds == [0.5] * 4
 
