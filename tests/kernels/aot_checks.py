@@ -169,6 +169,7 @@ GROUPS = {
         for form in ("apply", "update")
     ],
     "targets": lambda: [step(target, GPT2, target=target) for target in ("a100", "h200", "b200")],
+    "many": lambda: [step("2,000 leaves", {f"w{i}": (128, 128) for i in range(2000)}, second_moment="full")],
     "more": lambda: [
         step("bfloat16", GPT2, dtype="bfloat16"),
         step("four bits", GPT2, bits=4),

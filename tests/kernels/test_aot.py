@@ -103,6 +103,11 @@ def test_more_leaves_than_a_launch_holds(more):
     check(found, launches=4, small=4)
 
 
+def test_two_thousand_leaves():
+    """The fewest launches that the limit of leaves allows: 512 in each."""
+    check(compiled("many")["2,000 leaves"], launches=4)
+
+
 def test_code_does_not_grow_with_the_number_of_leaves(more):
     few, many = more["16 leaves"], more["600 leaves"]
     check(few, launches=2)
