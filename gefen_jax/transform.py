@@ -26,7 +26,7 @@ class GefenTransformation(optax.GradientTransformationExtraArgs):
 
     ``apply(grads, params, opt_state) -> (params, opt_state)`` equals `update` followed by `optax.apply_updates`,
     and writes parameters and state in place where they are donated. Its keyword ``factor`` is a scalar by which the
-    gradients are multiplied on the way (clipping).
+    gradients are multiplied on the way (clipping); other keywords are ignored, as those of `update` are.
     """
 
     apply: Callable[..., tuple[Any, GefenState]]
@@ -292,8 +292,9 @@ def _build(
         return run(updates, state, params, apply=False)
 
     def apply(
-        grads: Any, params: Any, opt_state: GefenState, *, factor: jax.Array | None = None
+        grads: Any, params: Any, opt_state: GefenState, *, factor: jax.Array | None = None, **extra_args: Any
     ) -> tuple[Any, GefenState]:
+        del extra_args
         return run(grads, opt_state, params, apply=True, factor=factor)
 
     built = GefenTransformation(init, update_fn)

@@ -118,6 +118,14 @@ def test_apply_takes_any_transformation():
     assert how(gefen(1e-2)).startswith("at once")
 
 
+def test_apply_leaves_to_others_what_it_does_not_need():
+    """Such as the loss, which some transformations read: `update` takes it too."""
+    for tx in (gefen(1e-2), optax.chain(gefen(1e-2)), fused_chain(optax.add_noise(1e-3, 0.5, 0), gefen(1e-2))):
+        expected, _ = apply(tx, tree(1), tree(0), tx.init(tree(0)))
+        found, _ = apply(tx, tree(1), tree(0), tx.init(tree(0)), value=jnp.float32(2.0))
+        equal(found, expected)
+
+
 def test_a_chain_must_end_in_gefen():
     with pytest.raises(TypeError, match="found GradientTransformation"):
         fused_chain(gefen(1e-2), optax.scale(2.0))
