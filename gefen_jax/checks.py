@@ -133,7 +133,7 @@ def check_options(options: Options) -> None:
         raise ValueError(f"align must be a whole number of devices >= 1; found {options.align!r}")
     if options.rule != "reference":
         return
-    fixed = {"second_moment": "auto", "bits": 8, "min_size": 0, "align": 1}
+    fixed = {"second_moment": "auto", "bits": 8, "min_size": 0, "align": 1, "full_precision": None}
     wrong = {name: getattr(options, name) for name, value in fixed.items() if getattr(options, name) != value}
     if wrong or options.axes:
         given = ", ".join([f"{name}={value!r}" for name, value in wrong.items()] + ["axes"] * bool(options.axes))

@@ -349,6 +349,8 @@ def check_leaf(path: str, leaf: LeafPlan, rule: str) -> None:
         problem = f"its first moment is kept as {leaf.mu}, which does not go with the reason {leaf.reason!r}"
     elif leaf.exact and leaf.nu != ("full",):
         problem = f"exact Adam keeps a full second moment, found {leaf.nu}"
+    elif rule == "reference" and leaf.exact and leaf.reason != EMPTY:
+        problem = f"rule 'reference' has no exact Adam, found the reason {leaf.reason!r}"
     elif leaf.mu[0] not in kinds or leaf.mu[0] == "factored" or leaf.nu[0] not in kinds:
         problem = f"rule {rule!r} keeps no moments as {leaf.mu} and {leaf.nu}"
     elif any(size < 0 for size in leaf.shape):

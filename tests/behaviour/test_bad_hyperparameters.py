@@ -118,7 +118,15 @@ def test_learn_plan_refuses_a_wrong_align(value):
 
 
 @pytest.mark.parametrize(
-    "given", [{"second_moment": "block"}, {"bits": 4}, {"min_size": 4096}, {"axes": {"table": (0, 1)}}]
+    "given",
+    [
+        {"second_moment": "block"},
+        {"bits": 4},
+        {"min_size": 4096},
+        {"axes": {"table": (0, 1)}},
+        {"full_precision": "table"},
+        {"full_precision": lambda path, leaf: False},
+    ],
 )
 def test_reference_rule_has_no_options(given):
     name = next(iter(given))

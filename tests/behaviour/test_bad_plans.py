@@ -212,6 +212,13 @@ def test_runs_of_the_reference_rule_must_divide_their_leaf(length):
         Plan("reference", "auto", 0, 8, None, None, {"w": leaf})
 
 
+def test_the_reference_rule_keeps_no_leaf_exact():
+    """Its step knows codes alone."""
+    leaf = LeafPlan((6, 8), ("full",), ("full",), "full precision")
+    with pytest.raises(ValueError, match="plan of leaf 'w' contradicts itself: rule 'reference' has no exact Adam"):
+        Plan("reference", "auto", 0, 8, None, None, {"w": leaf})
+
+
 def test_a_plan_edited_in_the_program_is_checked_too(plan):
     wrong = dataclasses.replace(plan.leaves["table"], nu=("tile", (3, 16)))
     with pytest.raises(ValueError, match="plan of leaf 'table' contradicts itself"):
