@@ -192,7 +192,7 @@ class Plan:
         """A plan from the text that `dumps` made; raises as `load`."""
         try:
             return _from_json(json.loads(text))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             detail = f"no {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"no plan that this version can read: {detail}") from error
 

@@ -190,6 +190,8 @@ DAMAGE = {
     "empty structure": (set_leaf(mu=[]), "no plan that this version can read"),
     "negative shape": (set_leaf(shape=[-640, 16]), "leaf 'table' contradicts itself"),
     "text in shape": (set_leaf(shape=["a", 16]), "no plan that this version can read"),
+    "counts too large": (lambda data: data["counts"].insert(0, 10**30), "no plan that this version can read"),
+    "infinite shape": (set_leaf(shape=[float("inf"), 16]), "no plan that this version can read"),
     "no reason": (lambda data: data["leaves"]["table"].pop("reason"), "no 'reason'"),
 }
 
@@ -203,6 +205,11 @@ def test_a_damaged_file_is_refused_by_name(plan, tmp_path, damage):
     path.write_text(json.dumps(changed if isinstance(changed, list) else data))
     with pytest.raises(ValueError, match=rf"plan\.json: no plan that this version can read: .*{message}|{message}"):
         Plan.load(path)
+
+
+def test_text_nested_beyond_reading_is_refused():
+    with pytest.raises(ValueError, match="no plan that this version can read"):
+        Plan.loads("[" * 100_000)
 
 
 @pytest.mark.parametrize("length", [0, -4, 7])
