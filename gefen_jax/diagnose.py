@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gefen_jax import codebook, paths, quantization, sharding, tiling, update
+from gefen_jax import codebook, paths, quantization, sharding, state, tiling, update
 from gefen_jax.quantization import BINS
 from gefen_jax.state import GefenState
 from gefen_jax.update import Leaf
@@ -67,7 +67,8 @@ def diagnose(grads: Any, opt_state: Any, *, b1: float = 0.9, b2: float = 0.999, 
       `Diagnostics`. It costs about one more optimizer step.
 
     Raises:
-      ValueError: if there is no Gefen state, a gradient is missing, or gradients are shards inside `jax.shard_map`.
+      ValueError: if there is no Gefen state, a gradient is missing, gradients are shards inside `jax.shard_map`, or a
+        state whose values are known has rule "reference".
 
     Examples:
       >>> from gefen_jax import gefen
@@ -83,6 +84,11 @@ def diagnose(grads: Any, opt_state: Any, *, b1: float = 0.9, b2: float = 0.999, 
     found: dict[str, LeafDiagnostics] = {}
     counts = jnp.zeros(BINS, jnp.float32)
     for node in nodes:
+        words = state.read_format(node)
+        if words is not None and words.rule != "gefen":
+            raise ValueError(
+                f"diagnose: the state has rule {words.rule!r}, whose step it does not know: it watches rule 'gefen'"
+            )
         book = update.Codebook(node.codebook, quantization.search_table(node.codebook))
         h = update.hyper(b1, b2, eps, node.count + 1)
         for path, leaf in zip(paths.names(node.mu), node.leaves()):
@@ -119,8 +125,9 @@ def _leaf(g: jax.Array, leaf: Leaf, book: update.Codebook, h: update.Hyper) -> t
     last = book.words.shape[0] - 1
     saturation = jnp.mean((codes == 0) | (codes == last))
     y = jnp.where(scale > 0, m / jnp.where(scale > 0, scale, 1.0), 0.0)
-    counts = jnp.zeros(BINS, jnp.float32).at[quantization.bin_of(y)].add((y != 0).astype(jnp.float32))
-    return LeafDiagnostics(rms, error, vanished, saturation), counts
+    # Counted in whole numbers: float32 takes no increments beyond 2^24.
+    counts = jnp.zeros(BINS, jnp.int32).at[quantization.bin_of(y)].add((y != 0).astype(jnp.int32))
+    return LeafDiagnostics(rms, error, vanished, saturation), counts.astype(jnp.float32)
 
 
 def _codes(shape: tuple[int, ...], mu: jax.Array) -> jax.Array:

@@ -70,6 +70,18 @@ def test_it_is_auxiliary_output_of_a_step_and_changes_nothing():
     np.testing.assert_allclose(found.leaves["table"].update_rms, 1.0, rtol=0.05)  # a first step of Adam
 
 
+def test_counts_go_on_beyond_the_whole_numbers_of_float32():
+    """2^24 + 1 is 2^24 in float32: bins that many elements fall into would stop there."""
+    grads = jnp.ones((2**16 + 2**4, 256))
+    found = jax.jit(diagnose)(grads, gefen(1e-2).init(grads))
+    assert float(found.counts[-1]) == float(found.counts.sum()) == grads.size > 2**24
+
+
+def test_other_rules_are_refused_where_the_state_is_known():
+    with pytest.raises(ValueError, match="diagnose: the state has rule 'reference', whose step it does not know"):
+        diagnose(GRADS[0], gefen(1e-2, rule="reference").init(PARAMS))
+
+
 def test_advice_follows_the_gradients():
     """A codebook learned from one kind of gradients does not fit another; calibrating again mends it."""
     flat = jax.tree.map(lambda x: x / (jnp.abs(x) + 0.3), tree(7))
