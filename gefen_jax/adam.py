@@ -59,7 +59,7 @@ def from_adam_state(adam_state: Any, opt_state: Any) -> Any:
             leaves.append(leaf if 0 in mu.shape else _encode(mu, nu, leaf, decision, node.codebook, words))
         return node.with_leaves(leaves, count=_counted(count))
 
-    if not any(_is_gefen(node) for node in jax.tree.leaves(opt_state, is_leaf=_is_gefen)):
+    if not state.gefen_states(opt_state):
         raise ValueError("from_adam_state: no Gefen state in the state to fill")
     return _fill(opt_state, GefenState, fill, adams[0].count)
 
@@ -87,7 +87,7 @@ def to_adam_state(opt_state: Any, adam_state: Any) -> Any:
       0.1...
     """
     kept: dict[str, Any] = {}
-    nodes = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_gefen) if _is_gefen(node)]
+    nodes = state.gefen_states(opt_state)
     if not nodes:
         raise ValueError("to_adam_state: no Gefen state in the running state")
     for node in nodes:
@@ -166,10 +166,6 @@ def _counted(count: Any) -> jax.Array:
 def _check_shape(who: str, path: str, mu: Any, decision: LeafPlan) -> None:
     if 0 not in mu.shape and tuple(mu.shape) != decision.shape:
         raise ValueError(f"{who}: the Adam moments of {path!r} have shape {tuple(mu.shape)}, Gefen's {decision.shape}")
-
-
-def _is_gefen(node: Any) -> bool:
-    return isinstance(node, GefenState)
 
 
 def _adam_states(tree: Any) -> list[optax.ScaleByAdamState]:

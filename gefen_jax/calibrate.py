@@ -54,8 +54,8 @@ def calibrate(opt_state: Any, grads_or_plan: Any, *, where: str = "auto", progre
       ('tile', (1, 256))
     """
     check_choice("where", where, WHERE)
-    nodes, tree = jax.tree.flatten(opt_state, is_leaf=_is_gefen)
-    found = [(i, node) for i, node in enumerate(nodes) if _is_gefen(node)]
+    nodes, tree = jax.tree.flatten(opt_state, is_leaf=state.is_gefen)
+    found = [(i, node) for i, node in enumerate(nodes) if state.is_gefen(node)]
     if not found:
         raise ValueError(
             "calibrate: there is no Gefen state in this optimizer state: pass what tx.init(params) returned, for a tx "
@@ -142,12 +142,8 @@ def _plan_of(fields: Mapping[str, Any], words: Format, codebook: np.ndarray | No
     return Plan(words.rule, words.second_moment, words.min_size, words.bits, codebook, None, leaves, codec=words.codec)
 
 
-def _is_gefen(node: Any) -> bool:
-    return isinstance(node, GefenState)
-
-
 def _is_gefen_like(node: Any) -> bool:
-    return _is_gefen(node) or (isinstance(node, Mapping) and set(GefenState._fields) <= set(node))
+    return state.is_gefen(node) or (isinstance(node, Mapping) and set(GefenState._fields) <= set(node))
 
 
 def _options(words: Format, leaves: Mapping[str, LeafPlan]) -> Options:

@@ -14,7 +14,6 @@ import numpy as np
 
 from gefen_jax import codebook, paths, quantization, sharding, state, tiling, update
 from gefen_jax.quantization import BINS
-from gefen_jax.state import GefenState
 from gefen_jax.update import Leaf
 
 DRIFT = 1.25
@@ -77,7 +76,7 @@ def diagnose(grads: Any, opt_state: Any, *, b1: float = 0.9, b2: float = 0.999, 
       >>> bool(found.leaves["w"].quantisation_error < 0.01)
       True
     """
-    nodes = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_gefen) if _is_gefen(node)]
+    nodes = state.gefen_states(opt_state)
     if not nodes:
         raise ValueError("diagnose: there is no Gefen state in this optimizer state")
     gradients = dict(paths.named_leaves(grads))
@@ -133,10 +132,6 @@ def _leaf(g: jax.Array, leaf: Leaf, book: update.Codebook, h: update.Hyper) -> t
 def _codes(shape: tuple[int, ...], mu: jax.Array) -> jax.Array:
     axis = update.packed_axis(shape, mu)
     return mu if axis is None else quantization.unpack(mu, axis)
-
-
-def _is_gefen(node: Any) -> bool:
-    return isinstance(node, GefenState)
 
 
 def advise(diagnostics: Diagnostics) -> str:

@@ -252,8 +252,7 @@ def blocks(opt_state: Any) -> dict[str, LeafPlan]:
 
 
 def _states(opt_state: Any) -> list[GefenState]:
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, GefenState))
-    found = [node for node in nodes if isinstance(node, GefenState)]
+    found = state.gefen_states(opt_state)
     if not found:
         raise ValueError(
             "there is no Gefen state in this optimizer state: pass what tx.init(params) returned, for a tx made with "

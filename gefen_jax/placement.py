@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gefen_jax import paths
 from gefen_jax.sharding import fit_spec
-from gefen_jax.state import GefenState
+from gefen_jax.state import is_gefen
 from gefen_jax.update import Leaf
 
 
@@ -65,7 +65,7 @@ def state_sharding(abstract_state: Any, param_shardings: Any, memory_kind: str |
         return next((by_path[keys[i:]] for i in range(len(keys) + 1) if keys[i:] in by_path), None)
 
     def place(path: Any, leaf: Any) -> Any:
-        if isinstance(leaf, GefenState):  # its own arrays may share their names with parameters
+        if is_gefen(leaf):  # its own arrays may share their names with parameters
             own = {x: of(fit_spec(getattr(leaf, x).shape, everywhere)) for x in ("count", "format", "codebook")}
             trees = {name: jax.tree_util.tree_map_with_path(of_gefen, getattr(leaf, name)) for name in Leaf._fields}
             return leaf._replace(**own, **trees)  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def state_sharding(abstract_state: Any, param_shardings: Any, memory_kind: str |
             )
         return of(fit_spec(tuple(leaf.shape), found))
 
-    return jax.tree_util.tree_map_with_path(place, abstract_state, is_leaf=lambda node: isinstance(node, GefenState))
+    return jax.tree_util.tree_map_with_path(place, abstract_state, is_leaf=is_gefen)
 
 
 def _keys(path: Any) -> tuple[str, ...]:

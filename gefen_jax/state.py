@@ -60,6 +60,16 @@ class GefenState(NamedTuple):
         return self._replace(**trees, **other)
 
 
+def is_gefen(node: Any) -> bool:
+    """Whether a node of an optimizer state is a `GefenState`."""
+    return isinstance(node, GefenState)
+
+
+def gefen_states(opt_state: Any) -> list[GefenState]:
+    """All Gefen states in any nesting of Optax wrappers, in the order of `jax.tree.leaves`."""
+    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_gefen) if is_gefen(node)]
+
+
 class LeafFormat(NamedTuple):
     """What shapes cannot tell of a leaf: why it has its structure, (batch, rows) axes, and the packed axis."""
 

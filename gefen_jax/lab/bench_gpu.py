@@ -26,7 +26,7 @@ from gefen_jax import gefen, moments
 from gefen_jax.fused import clip_by_global_norm, fused_chain
 from gefen_jax.lab import machine
 from gefen_jax.lab.results import Result, table, write
-from gefen_jax.state import GefenState, decisions, known_format
+from gefen_jax.state import decisions, gefen_states, known_format
 
 NAME = "bench gpu"
 RATE, DECAY, B1, B2, EPS, NORM = 1e-3, 1e-4, 0.9, 0.999, 1e-8, 1.0
@@ -132,7 +132,7 @@ def check(path: Path_, shapes: Any) -> float:
         if path.clips:
             norm = np.sqrt(sum((x * x).sum() for x in g))
             g = [x * min(1.0, NORM / norm) for x in g]
-        node = next(x for x in jax.tree.leaves(state, is_leaf=_is_gefen) if _is_gefen(x))
+        (node,) = gefen_states(state)
         plans = list(decisions(node, known_format(node, NAME)).values())
         squares = squares or [(0.0, 0.0)] * len(g)
         for i, (leaf, plan, p) in enumerate(zip(node.leaves(), plans, jax.tree.leaves(params))):
@@ -168,10 +168,6 @@ def _spread(stat: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     for axis, n in enumerate(shape):
         stat = np.repeat(stat, n // stat.shape[axis], axis)
     return stat
-
-
-def _is_gefen(x: Any) -> bool:
-    return isinstance(x, GefenState)
 
 
 def bandwidth(elements: int) -> float:

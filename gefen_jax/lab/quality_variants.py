@@ -12,7 +12,7 @@ from gefen_jax.lab.errors import UsageError
 from gefen_jax.lab.optimizers import OPTIMIZERS, Choice, gefen_choice
 from gefen_jax.lab.quality_codebooks import FAMILIES, Words
 from gefen_jax.plan import LeafPlan
-from gefen_jax.state import GefenState
+from gefen_jax.state import is_gefen
 from gefen_jax.tiling import Shape, largest_divisor
 
 
@@ -25,9 +25,9 @@ def with_words(words: Words, bits: int) -> Callable[[Any, Any], Any]:
         chosen = jax.numpy.asarray(words(plan.counts, bits))
 
         def replace(node: Any) -> Any:
-            return node._replace(codebook=chosen) if isinstance(node, GefenState) else node
+            return node._replace(codebook=chosen) if is_gefen(node) else node
 
-        return jax.tree.map(replace, calibrate(opt_state, plan), is_leaf=lambda node: isinstance(node, GefenState))
+        return jax.tree.map(replace, calibrate(opt_state, plan), is_leaf=is_gefen)
 
     return prepare
 
