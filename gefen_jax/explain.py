@@ -325,16 +325,15 @@ def _row(
 
 
 def _first(leaf: Leaf, shape: tuple[int, ...]) -> str:
-    if leaf.mu.dtype != np.uint8:
+    if update.is_exact(leaf.mu):
         return "float32"
     bits = 8 if math.prod(leaf.mu.shape) == math.prod(shape) else 4
     return f"{bits} bits, {_blocks(shape, tuple(leaf.mu_scale.shape))}"
 
 
 def _second(leaf: Leaf, shape: tuple[int, ...]) -> str:
-    cross = tuple(leaf.nu_cross.shape)
-    nu = tuple(leaf.nu.shape)
-    if cross != (1,) * len(cross):
+    nu, cross = tuple(leaf.nu.shape), tuple(leaf.nu_cross.shape)
+    if update.is_factored(leaf):
         batch = math.prod(n for n, c in zip(nu, cross) if n == c and n > 1)
         rows, columns = math.prod(nu) // batch, math.prod(cross) // batch
         return (f"{batch} x " if batch > 1 else "") + f"{rows} rows x {columns} columns"

@@ -162,8 +162,7 @@ def _kernels(
         mean = None
         if tree.is_factored(cut):
             nu, cross = update.second_moment(g.astype(jnp.float32) * vector[8], leaf, h)
-            over_rows = tuple(i for i in range(nu.ndim) if cross.shape[i] == 1 and nu.shape[i] > 1)
-            mean = jnp.mean(nu, over_rows).reshape(-1)
+            mean = jnp.mean(nu, update.reduced(nu.shape, cross.shape)).reshape(-1)
             array = array._replace(nu=nu, cross=cross)
         output, new = pallas.step(
             array,

@@ -15,7 +15,7 @@ from gefen_jax import paths, tiling
 from gefen_jax.plan import LeafPlan, Options, Plan
 from gefen_jax.sharding import varying
 from gefen_jax.state import GefenState
-from gefen_jax.update import Leaf
+from gefen_jax.update import Leaf, is_factored
 
 
 def check_update(
@@ -166,7 +166,7 @@ def check_manual(path: str, g: Any, leaf: Leaf, planned: LeafPlan | None) -> Non
             "which its state does not: average it first, with jax.lax.pmean"
         )
     statistics = {"mu_scale": leaf.mu_scale}
-    if leaf.nu_cross.shape == (1,) * leaf.nu_cross.ndim:
+    if not is_factored(leaf):
         statistics["nu"] = leaf.nu
     for what, stat in statistics.items():
         crossed = axes - varying(stat)

@@ -17,9 +17,7 @@ def decode_moments(leaf: Leaf, decision: LeafPlan, words: jax.Array) -> tuple[ja
     shape = decision.shape
     nu = leaf.nu.astype(jnp.float32)
     if decision.nu[0] == "factored":
-        over_rows = tuple(i for i in range(nu.ndim) if leaf.nu_cross.shape[i] == 1 and nu.shape[i] > 1)
-        mean = jnp.mean(nu, over_rows, keepdims=True)
-        v = nu * jnp.where(mean > 0, leaf.nu_cross / jnp.where(mean > 0, mean, 1.0), 0.0)
+        v = nu * update.column_ratio(nu, leaf.nu_cross)
     else:
         view = tiling.view(shape, nu.shape)
         v = jnp.broadcast_to(nu.reshape(view.statistic), view.elements).reshape(shape)
@@ -39,8 +37,8 @@ def encode_moments(
     """State of a leaf that holds these moments: scales are block maxima, second moments block, row and column means."""
     scale_shape, nu_shape, cross_shape = decision.statistics()
     if decision.nu[0] == "factored":
-        nu = jnp.mean(v, _summed(v.shape, nu_shape), keepdims=True)
-        cross = jnp.mean(v, _summed(v.shape, cross_shape), keepdims=True)
+        nu = jnp.mean(v, update.reduced(v.shape, nu_shape), keepdims=True)
+        cross = jnp.mean(v, update.reduced(v.shape, cross_shape), keepdims=True)
     else:
         view = tiling.view(v.shape, nu_shape)
         nu = jnp.mean(v.reshape(view.elements), view.reduce).reshape(nu_shape)
@@ -56,7 +54,3 @@ def encode_moments(
     axis = state.packed_axis(decision, encoding.bits)
     codes = codes if axis is None else quantization.pack(codes, axis)
     return Leaf(codes, scale.reshape(scale_shape).astype(statistic), nu.astype(statistic), cross)
-
-
-def _summed(shape: tuple[int, ...], stat: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(i for i, (full, kept) in enumerate(zip(shape, stat)) if kept == 1 and full > 1)

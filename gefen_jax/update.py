@@ -138,9 +138,9 @@ def second_moment(g: jax.Array, leaf: Leaf, h: Hyper) -> tuple[jax.Array, jax.Ar
     """New ``nu`` and ``nu_cross`` from a float32 gradient."""
     if not is_factored(leaf):
         return h.b2 * leaf.nu + h.w2 * _block_mean(g * g, leaf.nu), leaf.nu_cross
-    rows = mean_over(g * g, _reduced(g.shape, leaf.nu.shape), like=leaf.nu)
+    rows = mean_over(g * g, reduced(g.shape, leaf.nu.shape), like=leaf.nu)
     # The same squares in other words: XLA would compute g * g once and write it to memory for both reductions.
-    columns = mean_over(jnp.abs(g) * jnp.abs(g), _reduced(g.shape, leaf.nu_cross.shape), like=leaf.nu_cross)
+    columns = mean_over(jnp.abs(g) * jnp.abs(g), reduced(g.shape, leaf.nu_cross.shape), like=leaf.nu_cross)
     return h.b2 * leaf.nu + h.w2 * rows, h.b2 * leaf.nu_cross + h.w2 * columns
 
 
@@ -153,9 +153,23 @@ def root_factors(nu: jax.Array, nu_cross: jax.Array, h: Hyper) -> tuple[jax.Arra
     root = jnp.sqrt(nu / h.bc2)
     if nu_cross.shape == (1,) * nu_cross.ndim:
         return root, None
-    over_rows = tuple(i for i in range(nu.ndim) if nu_cross.shape[i] == 1 and nu.shape[i] > 1)
-    mean = mean_over(nu, over_rows, like=nu_cross)
-    return root, jnp.sqrt(jnp.where(mean > 0, nu_cross / jnp.where(mean > 0, mean, 1.0), 0.0))
+    return root, jnp.sqrt(column_ratio(nu, nu_cross))
+
+
+def column_ratio(nu: jax.Array, nu_cross: jax.Array) -> jax.Array:
+    """c / mean(r), by which the row factor ``nu`` is multiplied in each column; 0 where that mean is 0."""
+    mean = mean_over(nu, reduced(nu.shape, nu_cross.shape), like=nu_cross)
+    return jnp.where(mean > 0, nu_cross / jnp.where(mean > 0, mean, 1.0), 0.0)
+
+
+def reduced(shape: tuple[int, ...], stat: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes over which a statistic of a factored leaf was averaged.
+
+    Examples:
+      >>> reduced((16, 2048, 64), (16, 1, 64))
+      (1,)
+    """
+    return tuple(i for i, (full, kept) in enumerate(zip(shape, stat)) if kept == 1 and full > 1)
 
 
 def first_moment(g: jax.Array, codes: jax.Array, scale: jax.Array, words: jax.Array, h: Hyper) -> jax.Array:
@@ -236,7 +250,3 @@ def leaf_update(g: jax.Array, leaf: Leaf, codebook: Codebook, h: Hyper) -> tuple
 def _block_mean(squares: jax.Array, stat: jax.Array) -> jax.Array:
     view = tiling.view(squares.shape, stat.shape)
     return mean_over(squares.reshape(view.elements), view.reduce, like=stat).reshape(stat.shape)
-
-
-def _reduced(shape: tuple[int, ...], stat: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(i for i, (full, kept) in enumerate(zip(shape, stat)) if kept == 1 and full > 1)
