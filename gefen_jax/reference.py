@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gefen_jax import quantization, tiling
-from gefen_jax.update import Leaf, Scalar, bias_correction
+from gefen_jax.update import Leaf, Scalar, bias_correction, is_zero
 
 
 class ReferenceHyper(NamedTuple):
@@ -99,7 +99,7 @@ def reference_parameter(
 ) -> jax.Array:
     """The new parameter: decay before the update, each rounded to the parameter's dtype."""
     w = p.astype(jnp.float32)
-    if not (isinstance(decay, float | int) and decay == 0):
+    if not is_zero(decay):
         w = _round(_rounded(w * (1 - learning_rate * decay), h), p.dtype).astype(jnp.float32)
     return _round(w - _rounded(direction * learning_rate, h), p.dtype)
 

@@ -169,7 +169,7 @@ class Step:
 
     def decays(self, params: Any, leaves: int) -> list[Scalar]:
         """Weight decay of each leaf."""
-        if isinstance(self.weight_decay, float | int) and self.weight_decay == 0:
+        if update.is_zero(self.weight_decay):
             return [0.0] * leaves
         if params is None:
             raise ValueError(

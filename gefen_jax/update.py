@@ -73,7 +73,7 @@ class Tail(NamedTuple):
     @property
     def reads_parameter(self) -> bool:
         """Whether the parameter is needed."""
-        return self.apply or not (isinstance(self.decay, float | int) and self.decay == 0)
+        return self.apply or not is_zero(self.decay)
 
 
 class Codebook(NamedTuple):
@@ -98,6 +98,11 @@ def single(value: Scalar) -> Scalar:
       ('float', 'float32')
     """
     return value.astype(jnp.float32) if isinstance(value, jax.Array) else float(value)
+
+
+def is_zero(value: Scalar) -> bool:
+    """Whether a hyper-parameter is known to be 0 when the step is traced: arrays never are."""
+    return isinstance(value, float | int) and value == 0
 
 
 def bias_correction(b: Scalar, count: jax.Array) -> jax.Array:
@@ -197,7 +202,7 @@ def finish(d: jax.Array, p: jax.Array | None, tail: Tail, dtype: jnp.dtype) -> j
     """The update in the gradient's ``dtype``, or the new parameter, from a direction: elementwise."""
     u = d
     if tail.learning_rate is not None:
-        if not (isinstance(tail.decay, float | int) and tail.decay == 0):
+        if not is_zero(tail.decay):
             assert p is not None  # the caller has checked it, with the leaf's name
             u = u + tail.decay * p.astype(jnp.float32)
         u = -tail.learning_rate * u
