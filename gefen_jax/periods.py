@@ -26,7 +26,6 @@ LOG_FLOOR = 1e-12  # added to the squares before the logarithm
 MIN_BLOCKS = 4  # a candidate leaves at least this many blocks
 MIN_PERIOD = 8  # a peak must be longer than this
 LONG_PERIOD = 1024  # longer choices are reduced to their smallest divisor above it
-MAX_DIVISOR = 256  # momentum blocks of leaves with period 1
 _FEW = 8  # up to this many parts, adding strided views is faster than reducing short rows
 
 
@@ -174,17 +173,6 @@ def reference_period(grad: npt.ArrayLike) -> int:
     """
     grad = as_floating(grad)
     return choose_period(*scores(grad), grad.size)
-
-
-def period_one_divisor(n: int) -> int:
-    """Momentum block length of a leaf with period 1: the largest divisor of ``n`` up to 256.
-
-    >>> [period_one_divisor(n) for n in (7, 256, 257, 50257)]
-    [7, 256, 1, 29]
-    """
-    if n < 1:
-        raise ValueError(f"a leaf with period 1 needs at least one element, found {n}")
-    return max(d for d in divisors(n) if d <= MAX_DIVISOR)
 
 
 def _log_squares(grad: npt.NDArray[np.generic]) -> Floats:

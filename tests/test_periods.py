@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gefen_jax import periods
+from gefen_jax import periods, tiling
 
 DATA = Path(__file__).parent / "data"
 CASES = json.loads((DATA / "period.json").read_text())["cases"]
@@ -128,8 +128,6 @@ def test_bad_input_is_refused():
         periods.choose_period([1, 2], [0.0], 8)
     with pytest.raises(ValueError, match="negative"):
         periods.candidates(-1)
-    with pytest.raises(ValueError, match="at least one element"):
-        periods.period_one_divisor(0)
 
 
 def test_divisors_and_momentum_blocks():
@@ -137,7 +135,7 @@ def test_divisors_and_momentum_blocks():
         expected = [d for d in range(1, n + 1) if n % d == 0]
         assert periods.divisors(n) == expected
         assert periods.candidates(n).tolist() == [d for d in expected if n // d >= 4]
-        assert periods.period_one_divisor(n) == max(d for d in expected if d <= 256)
+        assert tiling.largest_divisor(n, 256) == max(d for d in expected if d <= 256)
     assert periods.candidates(0).size == 0
     assert periods.reference_period(np.zeros((3, 0), np.float32)) == 1
     assert periods.reference_period(np.float32(2.0)) == 1
