@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from gefen_jax._gradient import as_floating, chunks
 from gefen_jax.periods import divisors
-from gefen_jax.tiling import Shape
+from gefen_jax.tiling import Shape, Structure
 
-Structure = tuple[Any, ...]
 Floats = npt.NDArray[np.float64]
 
 FLOOR = 1e-12

@@ -24,15 +24,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gefen_jax import _cells
-from gefen_jax._cells import Candidate, Structure, Sums, structure_cost
-from gefen_jax.tiling import Shape
+from gefen_jax._cells import Candidate, Sums, structure_cost
+from gefen_jax.reasons import FLAT, LEARNED, NON_FINITE, ZERO
+from gefen_jax.tiling import Shape, Structure
 
 __all__ = ["FLAT", "LEARNED", "NON_FINITE", "ZERO", "Candidate", "Choice", "Survey", "choose", "survey"]
-
-LEARNED = "learned"
-ZERO = "zero gradient"
-FLAT = "flat gradient"
-NON_FINITE = "non-finite gradient"
 
 CLEAR = 5.0
 """Standard deviations of the noise by which a structure must explain more than a cheaper one; see `_clear`."""

@@ -19,7 +19,6 @@ import numpy as np
 
 from gefen_jax import tiling
 from gefen_jax.choices import BITS, RULES, SECOND_MOMENTS, check_choice, check_codebook, check_codec, check_min_size
-from gefen_jax.choices import CODECS as CODECS
 from gefen_jax.quantization import BINS
 from gefen_jax.reasons import (
     EMPTY,
@@ -32,11 +31,10 @@ from gefen_jax.reasons import (
     SINGLES,
     SMALL,
 )
-from gefen_jax.tiling import Shape
+from gefen_jax.tiling import Shape, Structure
 
 MIN_SIZE = 4096
 
-Structure = tuple[Any, ...]
 FullPrecision = str | Callable[[str, Any], bool] | None
 
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from gefen_jax import paths, tiling
 from gefen_jax.choices import BITS, CODECS, RULES, SECOND_MOMENTS
-from gefen_jax.plan import LeafPlan, Options, Structure
+from gefen_jax.plan import LeafPlan, Options
 from gefen_jax.quantization import zero_code
 from gefen_jax.reasons import EXACT_REASONS, REASONS
+from gefen_jax.tiling import Structure
 from gefen_jax.update import Leaf, is_exact
 
 VERSION = 1

@@ -18,6 +18,8 @@ import operator
 from typing import Any, NamedTuple
 
 Shape = tuple[int, ...]
+Structure = tuple[Any, ...]
+"""What shares a statistic: ("tile", sizes), ("flat", length), ("full",) or ("factored", batch axes, row axes)."""
 
 RUN = 256
 """Longest momentum block along the last axis."""

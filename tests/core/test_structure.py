@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from trees import gradients, mixed
 
 from gefen_jax import Plan, blocks, gefen, learn_plan, plan_from_state, tiling
-from gefen_jax.plan import CODECS, RULES, SECOND_MOMENTS, LeafPlan, Options
+from gefen_jax.choices import CODECS, RULES, SECOND_MOMENTS
+from gefen_jax.plan import LeafPlan, Options
 from gefen_jax.reasons import REASONS
 from gefen_jax.state import decode_format, encode_format
 
