@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -211,3 +212,14 @@ def test_shipped_studies_can_be_read():
     assert quality_momentum.read(files) or quality_cells.read(files)
     for title, head, rows in quality_momentum.tables(quality_momentum.read(files)):
         assert len({len(row) for row in rows} | {len(head)}) == 1, title
+
+
+@pytest.mark.parametrize("optimizer", ["gefen", "gefen_shapes", "gefen_4bit"])
+def test_the_shipped_study_finds_the_default_no_worse_than_adamw(optimizer):
+    verdict = quality_stats.gate(quality_cells.read(quality.shipped()), optimizer)
+    assert verdict.passed, (verdict.failures, verdict.missing)
+
+
+def test_the_readme_shows_the_table_of_the_shipped_study():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert quality_report.language_table(quality_cells.read(quality.shipped())) in readme
