@@ -50,6 +50,19 @@ def test_hyperparameters_can_be_changed_between_steps_without_compiling_again():
     assert len(traces) == 1
 
 
+def test_transformations_of_other_hyperparameters_are_the_same_program():
+    """So a sweep that builds one for every rate finds the compiled step in the compilation cache."""
+    params = tree(0)
+
+    def program(**changed):
+        tx = injected(**({"learning_rate": 1e-2, "weight_decay": 0.1} | changed))
+        state = jax.eval_shape(tx.init, params)
+        return jax.jit(lambda p, s, g: apply(tx, p, s, g)).lower(params, state, params).as_text()
+
+    assert program() == program(learning_rate=3e-3, b1=0.95, b2=0.99, eps=1e-6, weight_decay=0.2)
+    assert program() != program(second_moment="block")
+
+
 def test_schedules_and_arrays():
     schedule = optax.linear_schedule(1e-2, 0.0, 4)
     expected = moves(gefen(schedule, weight_decay=0.01))

@@ -1,5 +1,7 @@
 """How optimizers with compressed state have failed their users elsewhere: the numbers."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -194,6 +196,23 @@ def test_codebooks_are_sorted_symmetric_and_have_a_zero():
             assert words[half] == 0
         else:
             assert np.count_nonzero(words == 0) == 1
+
+
+def test_arguments_have_the_names_and_defaults_of_adamw():
+    """A default that differs, such as that of weight decay, reads as a worse optimizer."""
+    ours, adamw = (inspect.signature(f).parameters for f in (gefen, optax.adamw))
+    for name in ("learning_rate", "b1", "b2", "eps", "weight_decay", "mask"):
+        assert ours[name].default == adamw[name].default, name
+    positional = [name for name, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == list(adamw)[: len(positional)]
+
+
+def test_a_gradient_in_another_order_of_memory_teaches_what_its_copy_teaches():
+    base = np.asarray(structured(0)["dense"]["kernel"])
+    view, misread = base.T, base.reshape(base.T.shape)
+    for rule in ("gefen", "reference"):
+        plans = [learn_plan({"w": g}, rule=rule) for g in (view, view.copy(), misread)]
+        assert plans[0] == plans[1] != plans[2]
 
 
 def test_accumulation_costs_what_optax_takes_and_no_more():
