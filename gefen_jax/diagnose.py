@@ -137,6 +137,12 @@ def _codes(shape: tuple[int, ...], mu: jax.Array) -> jax.Array:
 def advise(diagnostics: Diagnostics) -> str:
     """What to do about it, in a sentence or two: on the host, with concrete diagnostics.
 
+    Args:
+      diagnostics: what `diagnose` returned, outside jit.
+
+    Returns:
+      Whether the codebook still fits (else: calibrate again), and the leaf that loses most, if that is much.
+
     Examples:
       >>> from gefen_jax import gefen
       >>> grads = {"w": jax.random.normal(jax.random.key(0), (128, 256))}

@@ -27,6 +27,12 @@ def clip_by_global_norm(max_norm: float | jax.Array) -> ClipByGlobalNorm:
     In ``fused_chain(clip_by_global_norm(1.0), gefen(...)).apply`` the norm is one launch on a GPU, and no clipped
     gradient is ever written: the step multiplies what it reads. Elsewhere it is Optax's own.
 
+    Args:
+      max_norm: the largest Euclidean norm, of all gradients together, that is left alone; a number or an array ().
+
+    Returns:
+      An `optax.GradientTransformation` without state.
+
     Examples:
       >>> tx = clip_by_global_norm(1.0)
       >>> tx.update([jnp.array([3.0, 4.0])], tx.init(None))[0][0].tolist()
@@ -132,6 +138,19 @@ def apply(tx: optax.GradientTransformation, grads: Any, params: Any, opt_state: 
     What `gefen` and `fused_chain` return has its own ``apply`` and does it at once; anything else (`optax.chain`,
     `optax.MultiSteps`, ... drop it) takes `update` and `optax.apply_updates`. `explain` says which. Donate ``params``
     and ``opt_state``: results come in the order of the arguments they are written over.
+
+    Args:
+      tx: any Optax transformation.
+      grads: tree of gradients, of the parameters' shapes.
+      params: tree of parameters.
+      opt_state: what ``tx.init(params)`` or the step before returned.
+      **extra: keywords of ``tx.update``, such as the loss; transformations that do not read them ignore them.
+
+    Returns:
+      New parameters, with the dtypes of the old, and the new state.
+
+    Raises:
+      ValueError, TypeError: as ``tx.update``, for trees that do not belong together.
 
     Examples:
       >>> tx = optax.sgd(1.0)

@@ -49,11 +49,13 @@ def state_sharding(abstract_state: Any, param_shardings: Any, memory_kind: str |
         if not isinstance(sharding, NamedSharding):
             raise TypeError(
                 f"state_sharding: expected a NamedSharding for {jax.tree_util.keystr(path)}, found "
-                f"{type(sharding).__name__}"
+                f"{type(sharding).__name__}; pass a tree like the parameters, or one sharding for all"
             )
         by_path[_keys(path)] = sharding
     if not by_path:
-        raise ValueError("state_sharding: there are no parameter shardings")
+        raise ValueError(
+            "state_sharding: there are no parameter shardings: pass a tree like the parameters, or one sharding for all"
+        )
     some = next(iter(by_path.values()))
     everywhere = NamedSharding(some.mesh, PartitionSpec(), memory_kind=some.memory_kind)
 

@@ -143,11 +143,23 @@ def scale_by_gefen(
 ) -> optax.GradientTransformationExtraArgs:
     """Rescale gradients as `optax.scale_by_adam` does, with `gefen`'s state. Arguments as in `gefen`.
 
+    Returns:
+      An `optax.GradientTransformationExtraArgs` whose state is a `GefenState`. Its updates are the directions
+      m / (sqrt(v) + eps) of `gefen`, of the gradients' shapes and dtypes (rule "reference": float32), without learning
+      rate, sign and weight decay.
+
+    Raises:
+      ValueError, TypeError: as `gefen`.
+
     Examples:
       >>> tx = optax.chain(scale_by_gefen(), optax.scale_by_learning_rate(1e-3))
       >>> updates, _ = tx.update(jnp.array([2.0, -2.0]), tx.init(jnp.zeros(2)))
       >>> updates.round(6).tolist()
       [-0.001..., 0.001...]
+
+    References:
+      Benedek, Koren, Fried, "Gefen: Optimized Stochastic Optimizer", `arXiv 2606.13894
+      <https://arxiv.org/abs/2606.13894>`_, 2026
     """
     options = _options(plan, rule, second_moment, bits, min_size, full_precision, axes, codec)
     built = _build(b1, b2, eps, None, options, plan, implementation, local.stated(shardings))
