@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gefen_jax import paths
+from gefen_jax import paths, tiling
 from gefen_jax.choices import BITS, CODECS, RULES, SECOND_MOMENTS, check_choice, check_codec, check_min_size
 from gefen_jax.plan import FullPrecision, LeafPlan, Options, Plan
 from gefen_jax.reasons import EMPTY
@@ -183,9 +183,13 @@ def check_agreement(
                 "to learn_plan"
             )
     for path, declared in (axes or {}).items():
-        planned_axes = plan.leaves[path].axes if path in plan.leaves else None
-        if planned_axes != tuple(declared):
-            raise ValueError(f"axes[{path!r}]={declared!r} contradicts the plan, which has {planned_axes!r}")
+        found = plan.leaves.get(path)
+        if found is None or tiling.check_axes(path, found.shape, declared) != found.axes:
+            has = "no such leaf" if found is None else f"{found.axes!r}"
+            raise ValueError(
+                f"axes[{path!r}]={declared!r} contradicts the plan, which has {has}: leave it out, or learn a plan "
+                "with it"
+            )
 
 
 def check_parameters(named: list[tuple[str, Any]]) -> None:

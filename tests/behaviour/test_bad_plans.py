@@ -28,6 +28,7 @@ def plan():
         ({"full_precision": "table"}, "full_precision asks for exact Adam in 'table', which the plan quantises"),
         ({"full_precision": lambda path, leaf: leaf.ndim == 2}, "full_precision asks for exact Adam in 'dense/kernel'"),
         ({"axes": {"table": (0, 1)}}, r"axes\['table'\]=\(0, 1\) contradicts the plan, which has None"),
+        ({"axes": {"table": 3}}, r"axes\['table'\] = 3 does not fit the parameter's shape \(640, 16\)"),
         ({"axes": {"nowhere": (0, 1)}}, r"axes\['nowhere'\]=.* contradicts the plan"),
     ],
 )
