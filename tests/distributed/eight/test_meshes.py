@@ -72,3 +72,21 @@ def test_three_steps_are_those_of_one_device(layout, kind, option):
     if layout in ("rows", "columns") and option != "4 bits":
         split = [opt_state.mu["attention"], opt_state.mu["embed"], opt_state.mu["layers"]]
         assert sum(x.nbytes for x in jax.tree.leaves(split)) == 8 * bytes_on_one_device(split)
+
+
+def test_half_precision():
+    """Parameters and gradients in bfloat16 and float16: codes to the bit, parameters to one rounding a step."""
+    dtypes = [jnp.bfloat16, jnp.float16]
+    leaves, treedef = jax.tree.flatten(PARAMS)
+    half = treedef.unflatten([dtypes[i % 2] for i in range(len(leaves))])
+    params, *gradients = (jax.tree.map(jnp.asarray, x, half) for x in (PARAMS, *GRADIENTS))
+    tx = gefen(1e-2, weight_decay=0.1, plan=learn_plan(gradients[0]))
+    params_alone, alone, _ = train(tx, params, tx.init(params), gradients)
+    shardings = LAYOUTS["rows"].shardings(EXPLICIT)
+    moved = placed(params, shardings)
+    moved, opt_state, compilations = train(tx, moved, tx.init(moved), [placed(g, shardings) for g in gradients])
+    assert compilations == 1
+    assert_lies(moved, shardings)
+    same(opt_state.mu, alone.mu)
+    close((opt_state.nu, opt_state.nu_cross), (alone.nu, alone.nu_cross), rtol=2e-6)
+    close(moved, params_alone, rtol=3 * 2.0**-8, atol=1e-4)
