@@ -324,8 +324,7 @@ def sharded_bytes(tree: Any, shards: int) -> int:
       60
     """
     total = 0
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        del path
+    for leaf in jax.tree.leaves(tree):
         parts = shards if any(size and size % shards == 0 for size in leaf.shape) else 1
         total += -(-physical_bytes(leaf.shape, leaf.dtype) // parts)
     return total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import warnings
@@ -156,8 +157,7 @@ def _stages(name: str, jitted: Any, args: Any, kwargs: Any, target: Any) -> tupl
         ),
     )
     try:
-        context = target.context() if target is not None else _no_context()
-        with context:
+        with contextlib.nullcontext() if target is None else target.context():
             if hasattr(jitted, "trace"):
                 traced = jitted.trace(*args, **kwargs)
             stage, help_ = "lowered", "see the message above"
@@ -169,14 +169,6 @@ def _stages(name: str, jitted: Any, args: Any, kwargs: Any, target: Any) -> tupl
         raise StepError(
             f"{name} cannot be {stage} for {where}: {type(error).__name__}: {error}\nWhat to do: {help_}."
         ) from error
-
-
-class _no_context:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: Any) -> None:
-        return None
 
 
 def _arguments(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,9 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gefen_jax import paths
-
-Scalar = float | jax.Array
-"""A hyperparameter: a number, or an array that may be traced."""
+from gefen_jax.update import Scalar, bias_correction
 
 Leafwise = TypeVar("Leafwise", bound=tuple[Any, ...])
 
@@ -30,20 +27,6 @@ def adam_direction(mu: jax.Array, nu: jax.Array, count: jax.Array, b1: Scalar, b
     mu_hat = mu / bias_correction(b1, count)
     nu_hat = nu / bias_correction(b2, count)
     return mu_hat / (jnp.sqrt(nu_hat) + eps)
-
-
-def bias_correction(decay: Scalar, count: jax.Array) -> jax.Array:
-    """``1 - decay**count``, exact to float32 also where ``decay**count`` is near 1.
-
-    Examples:
-      >>> print(f"{bias_correction(0.999, jnp.int32(1)):.6f}")
-      0.001000
-    """
-    if isinstance(decay, int | float):
-        rate: Any = math.log(decay) if decay > 0 else -math.inf
-    else:
-        rate = jnp.log(decay)
-    return -jnp.expm1(count * jnp.float32(rate))
 
 
 def unzip(results: Any, kind: type[Leafwise]) -> Leafwise:
