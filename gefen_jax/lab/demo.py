@@ -19,6 +19,7 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
+from gefen_jax.accounting.tensors import tree_bytes
 from gefen_jax.lab import models, optimizers, picture, report
 from gefen_jax.lab.data import fingerprint, load_text
 from gefen_jax.lab.display import progress
@@ -27,7 +28,7 @@ from gefen_jax.lab.machine import environment
 from gefen_jax.lab.record import SCHEMA, Record, last_common_step, write_json
 from gefen_jax.lab.sharded import data_mesh, divided, fsdp
 from gefen_jax.lab.tasks import Task, text_task
-from gefen_jax.lab.train import Run, fit, prepare, tree_bytes
+from gefen_jax.lab.train import Run, fit, prepare
 
 VALIDATIONS = 16  # during a run
 TRAINABLE = 50_000_000  # parameters; larger presets exist to be counted, not trained
