@@ -32,7 +32,11 @@ def test_narrow_gradients_leave_the_state_of_wide_ones(options, dtype):
         for field in ("mu_scale", "nu", "nu_cross"):
             a, b = (np.asarray(getattr(state, field)[name]) for state in states)
             np.testing.assert_allclose(a, b, rtol=4e-7, err_msg=f"{field} of {name}")
-        assert np.mean(states[0].mu[name] != states[1].mu[name]) <= 1e-3
+        first, second = (np.asarray(state.mu[name]) for state in states)
+        if first.dtype == np.uint8:  # a momentum next to a threshold may go either way
+            assert np.mean(first != second) <= 1e-3
+        else:
+            np.testing.assert_allclose(first, second, rtol=4e-7, atol=1e-7, err_msg=f"mu of {name}")
         assert u.dtype == dtype
         rounded = np.asarray(outputs[0][name].astype(dtype), np.float32)
         np.testing.assert_allclose(np.asarray(u, np.float32), rounded, rtol=2.0**-7, atol=1e-6)
