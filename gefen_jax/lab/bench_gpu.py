@@ -24,8 +24,9 @@ import optax
 
 from gefen_jax import gefen, moments
 from gefen_jax.fused import clip_by_global_norm, fused_chain
-from gefen_jax.lab import machine
-from gefen_jax.lab.results import Result, table, write
+from gefen_jax.lab import bench_memory, machine, models
+from gefen_jax.lab.errors import UsageError
+from gefen_jax.lab.results import Result, check_file, table, write
 from gefen_jax.state import decisions, gefen_states, known_format
 
 NAME = "bench gpu"
@@ -250,6 +251,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The subcommand: 1 if a path is wrong."""
+    if args.rows < 1 or args.steps < 1:
+        raise UsageError(f"--rows and --steps must be at least 1; found {args.rows} and {args.steps}")
+    for name in args.models.split(","):  # checked without a GPU too, where they are not run
+        bench_memory.model_config(name)
+    check_file(args.out)
     if args.graphs:  # read when the backend starts, which is below
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {GRAPH_FLAG}".strip()
         print(f"XLA_FLAGS={os.environ['XLA_FLAGS']}")
@@ -275,8 +281,6 @@ def run(args: argparse.Namespace) -> int:
 def _trees(models_asked: str, gpu: bool) -> list[tuple[str, Any]]:
     if not gpu:
         return [("small", {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SMALL.items()})]
-    from gefen_jax.lab import bench_memory, models
-
     return [(name, models.shapes(bench_memory.model_config(name))) for name in models_asked.split(",")]
 
 

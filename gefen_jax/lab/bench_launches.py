@@ -143,6 +143,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(reason)
     if args.target not in aot.TARGETS:
         raise UsageError(f"unknown target {args.target!r}; choose among: {', '.join(aot.TARGETS)}")
+    if args.out:
+        results.check_file(args.out)
     shapes = models.shapes(bench_memory.model_config(args.model))
     shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, args.dtype), shapes)
     rows = [count(form, shapes, args.target) for form in forms() if args.only in form.name]

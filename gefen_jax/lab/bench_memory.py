@@ -19,7 +19,7 @@ from gefen_jax.accounting.tensors import tree_bytes
 from gefen_jax.lab import models, optimizers
 from gefen_jax.lab.errors import UsageError
 from gefen_jax.lab.language import LlamaConfig
-from gefen_jax.lab.results import Result, table, write
+from gefen_jax.lab.results import Result, check_file, table, write
 
 NAME = "bench memory"
 MODELS = ("gpt2-124m", "llama3-1.5b", "llama3-1.5b-scanned", "qwen3-1.7b")
@@ -30,6 +30,9 @@ PEERS = ("adamw", "adamw_bf16", "adam_mini", "adam8bit", "adam4bit", "adafactor"
 
 def model_config(name: str) -> models.LanguageConfig:
     """A preset; the suffix "-scanned" stacks its layers along a leading axis."""
+    if name.removesuffix("-scanned") not in models.LANGUAGE:
+        known = ", ".join(models.LANGUAGE)
+        raise UsageError(f"unknown model {name!r}; choose among: {known} (llama models also with -scanned)")
     config = models.preset(name.removesuffix("-scanned"))
     if not name.endswith("-scanned"):
         return config
@@ -106,10 +109,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in args.models.split(","):
-        if name.removesuffix("-scanned") not in models.LANGUAGE:
-            known = ", ".join(models.LANGUAGE)
-            raise UsageError(f"unknown model {name!r}; choose among: {known} (llama models also with -scanned)")
+    names = args.models.split(",")
+    for name in names:  # wrong names are found before anything runs
+        model_config(name)
+    check_file(args.out)
+    for name in names:
         results = study(name, args.calibrated, not args.no_peers)
         print(show(results) + "\n", flush=True)
         write(args.out, results)

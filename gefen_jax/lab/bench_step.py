@@ -21,7 +21,7 @@ from gefen_jax.accounting.tensors import tree_bytes
 from gefen_jax.lab import machine, models
 from gefen_jax.lab.errors import UsageError
 from gefen_jax.lab.language import GPTConfig
-from gefen_jax.lab.results import Result, table, write
+from gefen_jax.lab.results import Result, check_file, table, write
 
 NAME = "bench step"
 SIZES = {
@@ -194,6 +194,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"unknown size {unknown[0]!r}; choose among: {', '.join(SIZES)}")
     if args.pairs < 1:
         raise UsageError(f"--pairs must be at least 1; found {args.pairs}")
+    check_file(args.out)
     for size in sizes:
         results = study(size, args.pairs)
         print(show(results) + "\n", flush=True)

@@ -14,6 +14,8 @@ import numpy as np
 from gefen_jax import learn_plan
 from gefen_jax.lab import models, plots, tasks
 from gefen_jax.lab.data import load_text
+from gefen_jax.lab.demo import seed
+from gefen_jax.lab.results import check_file
 from gefen_jax.quantization import BINS
 
 EXAMPLES = 64
@@ -103,12 +105,13 @@ def draw_codebook(axes: Any, plan: Any) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default="stdlib", help="text: stdlib, a file, a glob or module:callable")
     parser.add_argument("--model", default="gpt-study", help="a preset (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0, help="of parameters and batch; default: 0")
     parser.add_argument("--out", type=Path, default=Path("how.png"), help="PNG file (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
+    check_file(args.out)
     path, found = measure(args.model, args.data, args.seed)
     draw(path, found, args.out)
-    print(f"{path}: written to {args.out}")
+    print(f"drew {path} of {args.model}; written to {args.out}")
     return 0

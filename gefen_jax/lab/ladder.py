@@ -42,7 +42,7 @@ from gefen_jax.lab.ladder_rungs import (
     transformation,
 )
 from gefen_jax.lab.language import GPTConfig
-from gefen_jax.lab.results import Result, table, write
+from gefen_jax.lab.results import Result, check_file, table, write
 from gefen_pallas import aot
 
 NAME = "bench ladder"
@@ -266,6 +266,8 @@ def run(args: argparse.Namespace) -> int:
     optimizers = [find(name.replace("-", "_")) for name in args.optimizer.split(",")]
     if args.target:
         check_target(args.target)
+    check_file(args.out)
+    check_file(args.plot, "--plot")
     results: list[Result] = []
     remarks: dict[str, None] = {}
     for size in sizes:

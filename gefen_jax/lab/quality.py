@@ -27,8 +27,8 @@ from gefen_jax.lab.quality_grid import Grid, parse_names, parse_seeds
 from gefen_jax.lab.quality_runner import Runner
 from gefen_jax.lab.quality_tasks import TASKS
 from gefen_jax.lab.quality_variants import VARIANTS
+from gefen_jax.lab.results import check_file, write
 from gefen_jax.lab.results import table as results_table
-from gefen_jax.lab.results import write
 
 STUDIES = Path(__file__).parent / "studies"
 
@@ -108,7 +108,7 @@ def codebooks(args: argparse.Namespace, console: Console) -> None:
         quality_tasks.choose(task)
     if not seeds or args.steps < 1 or not args.rate > 0:
         raise UsageError("--seeds, --steps and --rate: give at least one seed, one step and a rate above 0")
-    make_file(args.out)
+    check_file(args.out)
     for task in tasks:
         results = quality_momentum.study(
             task,
@@ -121,15 +121,6 @@ def codebooks(args: argparse.Namespace, console: Console) -> None:
         for title, head, rows in quality_momentum.tables(results):
             console.print(f"\n{title}\n{results_table(head, rows)}", highlight=False, soft_wrap=True)
         write(args.out, results)
-
-
-def make_file(path: Path) -> None:
-    """Make a file and its folder, or refuse now rather than after the first run."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
-    except OSError as error:
-        raise UsageError(f"--out {str(path)!r}: cannot write there ({error.strerror})") from error
 
 
 def grid_of(args: argparse.Namespace) -> Grid:
@@ -153,7 +144,7 @@ def grid_of(args: argparse.Namespace) -> Grid:
 def train(grid: Grid, data: str | None, out: Path, console: Console) -> None:
     """Run what is missing of a grid, appending to the file."""
     cells = quality_cells.read([out]) if out.exists() else []
-    make_file(out)
+    check_file(out)
     runner = Runner(data)
 
     def fingerprint(task: str) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from gefen_jax.lab import machine
+from gefen_jax.lab.errors import UsageError
 
 SCHEMA = 1
 
@@ -56,6 +57,28 @@ class Result:
         values = np.atleast_1d(np.asarray(samples, np.float64))
         median, p20, p80 = (float(np.percentile(values, q)) for q in (50, 20, 80))
         return cls(benchmark, subject, metric, unit, median, p20, p80, int(values.size), **other)
+
+
+def check_file(path: str | Path, option: str = "--out") -> None:
+    """Refuse a file that cannot be written before anything is measured; makes its folder, not the file.
+
+    Raises:
+      UsageError: names the option, the path and the system's reason.
+
+    >>> check_file("/dev/null/x.jsonl")
+    Traceback (most recent call last):
+    gefen_jax.lab.errors.UsageError: --out '/dev/null/x.jsonl': cannot write there (/dev/null is no folder)
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        reason = f"{path.parent} is no folder" if isinstance(error, FileExistsError) else error.strerror
+        raise UsageError(f"{option} {str(path)!r}: cannot write there ({reason})") from error
 
 
 def write(path: str | Path, results: Iterable[Result]) -> None:

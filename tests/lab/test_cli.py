@@ -150,3 +150,43 @@ def test_the_commit_is_that_of_the_packages_own_checkout(monkeypatch, tmp_path):
     package.mkdir(parents=True)
     monkeypatch.setattr(machine.gefen_jax, "__file__", str(package / "__init__.py"))
     assert machine.commit() is None
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("bench", "memory"), "--out"),
+        (("bench", "step"), "--out"),
+        (("bench", "gpu"), "--out"),
+        (("bench", "ladder"), "--out"),
+        (("bench", "ladder", "--out", "{folder}/ladder.jsonl"), "--plot"),
+        (("bench", "quality", "run"), "--out"),
+        (("how",), "--out"),
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(words, option, tmp_path, capsys):
+    occupied = tmp_path / "file"
+    occupied.touch()
+    words = [word.format(folder=tmp_path) for word in words]
+    assert call(*words, option, str(occupied / "new")) == 2
+    assert f": {option} '{occupied / 'new'}': cannot write there (" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [occupied]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("bench", "gpu", "--rows", "0"), "--rows and --steps must be at least 1; found 0 and 10"),
+        (("bench", "gpu", "--models", "bert"), "unknown model 'bert'; choose among: gpt-tiny"),
+        (("bench", "memory", "--models", "gpt2-124m,bert"), "unknown model 'bert'; choose among: gpt-tiny"),
+        (("how", "--seed", "-1"), "argument --seed: '-1' is not a whole number from 0 to 2^32 - 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_wrong_options_are_refused_before_anything_runs(words, message, capsys):
+    assert call(*words) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out
