@@ -13,6 +13,7 @@ import inspect
 import json
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -139,7 +140,10 @@ def model_account(args: argparse.Namespace) -> list[Report]:
 def script_account(args: argparse.Namespace) -> Report:
     """The account of a user's own step."""
     setup = load(args.script)
-    made = setup()
+    try:
+        made = setup()
+    except Exception as error:  # the user's code: whatever it raises is shown in one line
+        raise UsageError(failure(args.script, error)) from error
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[1], (tuple, list))):
         raise UsageError(
             f"{args.script}: found {type(made).__name__}, expected (step, (arguments, ...)) or (step, (arguments, ...),"
@@ -156,6 +160,14 @@ def script_account(args: argparse.Namespace) -> Report:
         options["target"] = target(args.target)
     options["run"] = args.run or options.get("run", False)
     return account(step, *arguments, **options)
+
+
+def failure(spec: str, error: Exception) -> str:
+    """One line on what a user's script raised, and where."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    file, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (frame.filename, frame.lineno)
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{spec}: the script failed with {what} (at {file}:{line})"
 
 
 def load(spec: str) -> Callable[[], Any]:
@@ -178,7 +190,10 @@ def load(spec: str) -> Callable[[], Any]:
         module = importlib.util.module_from_spec(loaded)
         sys.modules[path.stem] = module
         sys.path.insert(0, str(path.parent))
-        loaded.loader.exec_module(module)
+        try:
+            loaded.loader.exec_module(module)
+        except Exception as error:  # the user's code, as above
+            raise UsageError(failure(spec, error)) from error
     else:
         sys.path.insert(0, "")
         try:

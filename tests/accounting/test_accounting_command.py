@@ -135,3 +135,19 @@ def test_a_step_that_cannot_be_traced(tmp_path):
     script.write_text("def setup():\n    return (lambda x: x), (1.0,), {'speed': 2}\n")
     with pytest.raises(UsageError, match=r"unknown options \['speed'\]; known: alternatives"):
         run("--script", f"{script}:setup")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def setup():\n    raise RuntimeError('no\\ndata')\n", "RuntimeError: no data (at {script}:2)"),
+        ("import os\n1 / 0\n", "ZeroDivisionError: division by zero (at {script}:2)"),
+        ("\nx = (\n", "SyntaxError: '(' was never closed ({script.name}, line 2) (at {script}:2)"),
+    ],
+)
+def test_a_script_that_fails_is_shown_in_one_line(tmp_path, text, message):
+    script = tmp_path / "users_failing.py"
+    script.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        run("--script", f"{script}:setup")
+    assert str(caught.value) == f"{script}:setup: the script failed with {message.format(script=script)}"
