@@ -143,12 +143,19 @@ def advise(diagnostics: Diagnostics) -> str:
     Returns:
       Whether the codebook still fits (else: calibrate again), and the leaf that loses most, if that is much.
 
+    Raises:
+      TypeError: `diagnostics` is something else, such as an optimizer state.
+
     Examples:
       >>> from gefen_jax import gefen
       >>> grads = {"w": jax.random.normal(jax.random.key(0), (128, 256))}
       >>> advise(diagnose(grads, gefen(1e-3).init(grads)))
       'the codebook fits: its squared error is 1.0... times that of one learned now'
     """
+    if not isinstance(diagnostics, Diagnostics):
+        raise TypeError(
+            f"advise: expected what diagnose(grads, opt_state) returned, found {type(diagnostics).__name__}"
+        )
     counts = np.rint(np.asarray(diagnostics.counts)).astype(np.int64)
     if not counts.any():
         return "no momentum is quantised: there is nothing to calibrate"

@@ -115,3 +115,10 @@ def test_other_leaves_are_ignored_and_missing_ones_are_errors():
         diagnose({"dense": GRADS[0]["dense"]}, gefen(1e-2).init(PARAMS))
     with pytest.raises(ValueError, match="there is no Gefen state"):
         diagnose(GRADS[0], optax.adamw(1e-2).init(PARAMS))
+
+
+def test_advice_on_a_state_says_what_to_pass():
+    with pytest.raises(
+        TypeError, match=r"advise: expected what diagnose\(grads, opt_state\) returned, found GefenState"
+    ):
+        advise(gefen(1e-3).init(PARAMS))
