@@ -24,7 +24,7 @@ def check_update(
     """The state's leaves and the gradients' tree, once both and the parameters have been seen to match."""
     if not isinstance(opt_state, GefenState):
         raise TypeError(
-            f"gefen.update: expected a GefenState, found {type(opt_state).__name__}: pass what tx.init(params) returned"
+            f"gefen: expected a GefenState, found {type(opt_state).__name__}: pass what tx.init(params) returned"
         )
     leaves = opt_state.leaves()
     _check_head(opt_state, len(leaves), options)
@@ -43,7 +43,7 @@ def check_update(
         for path, (_, g), p in zip(found, named, jax.tree.leaves(params)):
             if jnp.shape(p) != jnp.shape(g):
                 raise ValueError(
-                    f"gefen.update: parameter {path!r} has shape {jnp.shape(p)}, its gradient {jnp.shape(g)}: pass the "
+                    f"gefen: parameter {path!r} has shape {jnp.shape(p)}, its gradient {jnp.shape(g)}: pass the "
                     "parameters that the gradients were taken for"
                 )
     return leaves, tree
@@ -60,7 +60,7 @@ def _check_head(opt_state: GefenState, leaves: int, options: Options) -> None:
         array = getattr(opt_state, name)
         if jnp.shape(array) != shape or array.dtype != dtype:
             raise ValueError(
-                f"gefen.update: the state's {name} is {array.dtype}{list(jnp.shape(array))}, expected "
+                f"gefen: the state's {name} is {array.dtype}{list(jnp.shape(array))}, expected "
                 f"{np.dtype(dtype)}{list(shape)} for {options.bits} bits and {leaves} leaves: it belongs to another "
                 "optimizer, or was cast or partly replaced; build the transformation as it was, or start from "
                 "tx.init(params)"
@@ -74,19 +74,19 @@ def _compare(what: str, found: list[str], expected: list[str], who: str) -> None
     extra = [path for path in found if path not in expected]
     if missing:
         raise ValueError(
-            f"gefen.update: the {what} have no leaf {missing[0]!r} (None, or another tree), which {who}: pass zeros "
+            f"gefen: the {what} have no leaf {missing[0]!r} (None, or another tree), which {who}: pass zeros "
             "for a parameter without gradient, or leave it out with optax.masked"
         )
     if extra:
-        raise ValueError(f"gefen.update: the {what} have a leaf {extra[0]!r} beyond those that {who}")
-    raise ValueError(f"gefen.update: the {what} have their leaves in another order than {who}")
+        raise ValueError(f"gefen: the {what} have a leaf {extra[0]!r} beyond those that {who}")
+    raise ValueError(f"gefen: the {what} have their leaves in another order than {who}")
 
 
 def _check_gradient(path: str, g: Any, leaf: Leaf, bits: int) -> None:
     dtype = getattr(g, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"gefen.update: the gradient of {path!r} must be a real floating-point array; found "
+            f"gefen: the gradient of {path!r} must be a real floating-point array; found "
             f"{dtype if dtype is not None else type(g).__name__}"
         )
     shape, kept = tuple(g.shape), tuple(leaf.mu.shape)
@@ -95,12 +95,12 @@ def _check_gradient(path: str, g: Any, leaf: Leaf, bits: int) -> None:
     axis = tiling.packed_axis(shape) if bits == 4 and leaf.mu.dtype == jnp.uint8 else None
     if kept != tuple(size // 2 if i == axis else size for i, size in enumerate(shape)):
         raise ValueError(
-            f"gefen.update: the gradient of {path!r} has shape {shape}, the state was made for {kept}"
+            f"gefen: the gradient of {path!r} has shape {shape}, the state was made for {kept}"
             f"{' (packed)' if axis is not None else ''}: was the state restored for another model?"
         )
     if leaf.mu.dtype not in (jnp.uint8, jnp.float32):
         raise TypeError(
-            f"gefen.update: the first moment of {path!r} has dtype {leaf.mu.dtype}, expected uint8 codes or float32: "
+            f"gefen: the first moment of {path!r} has dtype {leaf.mu.dtype}, expected uint8 codes or float32: "
             "the state was cast; restore it with the dtypes it was saved with"
         )
 
@@ -121,7 +121,7 @@ def _check_statistics(path: str, shape: tuple[int, ...], leaf: Leaf, options: Op
         fits = all(tiling.is_tiling(shape, stat) or tiling.is_flat(shape, stat) for stat in (scale, nu))
     if not fits:
         raise ValueError(
-            f"gefen.update: the state of {path!r} is not one of a parameter of shape {shape}: mu {leaf.mu.dtype}, "
+            f"gefen: the state of {path!r} is not one of a parameter of shape {shape}: mu {leaf.mu.dtype}, "
             f"mu_scale {scale}, nu {nu}, nu_cross {cross}; it was cast or partly replaced: restore the whole state "
             "with the shapes and dtypes it was saved with, or start from tx.init(params)"
         )
@@ -131,7 +131,7 @@ def _check_statistics(path: str, shape: tuple[int, ...], leaf: Leaf, options: Op
         cast = leaf.nu.dtype != leaf.mu_scale.dtype or not jnp.issubdtype(leaf.nu.dtype, jnp.floating)
     if cast:
         raise TypeError(
-            f"gefen.update: the statistics of {path!r} are {', '.join(sorted(map(str, kept)))}, expected float32: the "
+            f"gefen: the statistics of {path!r} are {', '.join(sorted(map(str, kept)))}, expected float32: the "
             "state was cast; restore it with the dtypes it was saved with"
         )
 
@@ -142,7 +142,7 @@ def _check_devices(path: str, g: Any, leaf: Leaf) -> None:
     homes = [x.sharding.device_set for x in arrays if x.committed]
     if len(homes) == 2 and homes[0] != homes[1]:
         raise ValueError(
-            f"gefen.update: the state of {path!r} lies on other devices ({len(homes[1])} of them) than its gradient "
+            f"gefen: the state of {path!r} lies on other devices ({len(homes[1])} of them) than its gradient "
             f"({len(homes[0])}): move it with jax.device_put(opt_state, state_sharding(opt_state, param_shardings))"
         )
 
@@ -162,7 +162,7 @@ def check_manual(path: str, g: Any, leaf: Leaf, planned: LeafPlan | None) -> Non
     loose = axes - varying(leaf.mu)
     if loose:
         raise ValueError(
-            f"gefen.update: inside shard_map the gradient of {path!r} differs over the mesh axes {sorted(loose)}, on "
+            f"gefen: inside shard_map the gradient of {path!r} differs over the mesh axes {sorted(loose)}, on "
             "which its state does not: average it first, with jax.lax.pmean"
         )
     statistics = {"mu_scale": leaf.mu_scale}
@@ -174,7 +174,7 @@ def check_manual(path: str, g: Any, leaf: Leaf, planned: LeafPlan | None) -> Non
             continue
         if planned is None or not _splits_evenly(tuple(g.shape), tuple(stat.shape), planned, what):
             raise ValueError(
-                f"gefen.update: inside shard_map the {what} of {path!r} has local shape {stat.shape}, not split over "
+                f"gefen: inside shard_map the {what} of {path!r} has local shape {stat.shape}, not split over "
                 f"the mesh axes {sorted(crossed)} as its gradient {tuple(g.shape)} is: its blocks may cross shards; "
                 "build with gefen(..., plan=learn_plan(..., align=number of shards)) and split the state as "
                 "state_sharding says"
@@ -189,7 +189,7 @@ def _check_unseen(path: str, shape: tuple[int, ...], leaf: Leaf, planned: LeafPl
         sizes = zip(shape, planned.shape, stat.shape, whole)
         if not all(local == size or kept * size == of * local for local, size, kept, of in sizes):
             raise ValueError(
-                f"gefen.update: the gradient of {path!r} has shape {shape}, the plan was made for {planned.shape}, and "
+                f"gefen: the gradient of {path!r} has shape {shape}, the plan was made for {planned.shape}, and "
                 f"its {what} {tuple(stat.shape)} spans several shards: inside shard_map leave check_vma at its default "
                 'True, or keep blocks local with learn_plan(..., second_moment="block", align=number of shards); '
                 "elsewhere learn a plan for this model"

@@ -264,7 +264,7 @@ def _build(
         grads: Any, opt_state: GefenState, params: Any, *, apply: bool, factor: jax.Array | None = None
     ) -> tuple[Any, GefenState]:
         leaves, tree = matching.check_update(grads, opt_state, params, options, plan)
-        state.check_format(opt_state, options, where="gefen.update")
+        state.check_format(opt_state, options, where="gefen")
         gradients = jax.tree.leaves(grads)
         parameters = [None] * len(gradients) if params is None else jax.tree.leaves(params)
         count = optax.safe_increment(opt_state.count)
