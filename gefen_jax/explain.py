@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
 
-from gefen_jax import codebook, implementation, local, paths, state, update
-from gefen_jax.implementation import how
+from gefen_jax import codebook, local, paths, state, update
+from gefen_jax.implementation import choose, how, is_large
 from gefen_jax.plan import LeafPlan, split_of
 from gefen_jax.reasons import EMPTY, EXPLANATIONS, LEARNED
 from gefen_jax.state import GefenState, decisions
@@ -204,11 +203,15 @@ def explain(
         total += sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(node))
         words = state.read_format(node)
         decided = {} if words is None else decisions(node, words)
-        for path, leaf in zip(paths.names(node.mu), node.leaves()):
-            decision = decided.get(path)
-            shape = _shape(path, leaf, decision, node, shapes)
+        shaped = [
+            (path, leaf, _shape(path, leaf, decided.get(path), node, shapes))
+            for path, leaf in zip(paths.names(node.mu), node.leaves())
+        ]
+        large = is_large([shape for *_, shape in shaped], node.leaves())
+        for path, leaf, shape in shaped:
             home = local.home(stated, path, leaf, parameter=given.get(path))
-            rows.append(_row(path, leaf, decision, shape, requested, home))
+            chosen = choose(requested, shape, leaf, None, given.get(path), home=home, large=large)
+            rows.append(_row(path, leaf, decided.get(path), shape, chosen))
     held = {row.path for row in rows}
     parameters = sum(math.prod(row.shape) for row in rows)
     for path, shape in shapes.items():
@@ -302,12 +305,11 @@ def _row(
     leaf: Leaf,
     decision: LeafPlan | None,
     shape: tuple[int, ...],
-    requested: str,
-    home: NamedSharding | None,
+    chosen: tuple[str, str],
 ) -> Row:
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaf)
     count = math.prod(shape)
-    name, because = implementation.choose(requested, shape, leaf, home=home)
+    name, because = chosen
     shared = decision is not None and not decision.exact and decision.nu == decision.mu and decision.reason != LEARNED
     return Row(
         path=path,

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from gefen_jax import chunks, kernels, local, update
+from gefen_jax import chunks, cpu, kernels, local, update
 from gefen_jax.update import Codebook, Hyper, Leaf, Scalar, Tail
 
-IMPLEMENTATIONS = ("auto", "triton", "pallas", "jnp", "chunked")
+IMPLEMENTATIONS = ("auto", "triton", "pallas", "jnp", "chunked", "numba")
 """auto; all leaves in one kernel launch (GPU); one kernel launch per leaf (GPU; interpreted elsewhere); whole arrays
-in plain `jax.numpy`; a loop over cache-sized chunks of a leaf (CPU)."""
+in plain `jax.numpy`; a loop over cache-sized chunks of a leaf (CPU); one compiled loop per leaf (CPU)."""
 
 
 def check(requested: str) -> None:
@@ -26,6 +27,11 @@ def check(requested: str) -> None:
         reason = compiled.unavailable()
         if reason is not None:
             raise ValueError(f"implementation='triton' cannot be used: {reason}; 'auto' takes what there is")
+    if requested == "numba" and jax.default_backend() != "cpu":
+        raise ValueError(
+            f"implementation='numba' runs on CPUs, and programs run on {jax.default_backend()} here; 'auto' takes what "
+            "there is"
+        )
 
 
 def wants_kernels(requested: str) -> bool:
@@ -40,6 +46,7 @@ def choose(
     gradient: Any = None,
     parameter: Any = None,
     home: NamedSharding | None = None,
+    large: bool = False,
 ) -> tuple[str, str]:
     """(implementation, reason) for one leaf.
 
@@ -50,6 +57,7 @@ def choose(
       gradient: the gradient, if it is known; its dtype and placement matter to kernels.
       parameter: the parameter, if it is known.
       home: where the leaf lives, if that is several devices and known (`local.home`).
+      large: whether the whole tree repays compiling a loop for CPUs (`is_large`).
     """
     if requested == "jnp":
         return "jnp", "asked for"
@@ -67,12 +75,27 @@ def choose(
         return name, ("GPU: all leaves at once" if auto else "asked for") + (", shard by shard" if home else "")
     if update.is_exact(leaf.mu):
         return "jnp", "exact Adam"
-    if auto and jax.device_count() > 1:
+    if requested != "chunked" and jax.device_count() > 1:
         return "jnp", "several devices: whole arrays keep their sharding"
-    if layout(shape, leaf) is None:
+    cut = layout(shape, leaf)
+    if cut is None:
         small = leaf.mu.size <= chunks.CHUNK
         return "jnp", "fits one chunk" if small else "its blocks or row count give no chunks of a sensible size"
-    return "chunked", "asked for" if requested == "chunked" else "CPU: cache-sized chunks"
+    if requested == "chunked":
+        return "chunked", "asked for"
+    if auto and not large:
+        return "chunked", f"CPU: cache-sized chunks; less than {cpu.LEAST_TREE:,} elements do not repay a compiled loop"
+    dtypes = [jnp.float32 if x is None else x.dtype for x in (gradient, parameter)]
+    reason = cpu.why_not(shape, leaf, cut, *dtypes)
+    if reason:
+        return "chunked", f"no compiled loop: {reason}"
+    return "numba", "CPU: one compiled loop" if auto else "asked for"
+
+
+def is_large(shapes: list[tuple[int, ...]], leaves: list[Leaf]) -> bool:
+    """Whether the quantised leaves of a tree are large enough together to repay compiling a loop for CPUs."""
+    sizes = (math.prod(shape) for shape, leaf in zip(shapes, leaves) if not update.is_exact(leaf.mu))
+    return sum(size for size in sizes if size > chunks.CHUNK) >= cpu.LEAST_TREE
 
 
 def homes(
@@ -105,10 +128,12 @@ def how(tx: Any) -> str:
     if getattr(tx, "apply", None) is None:
         return f"update, then optax.apply_updates: {type(tx).__name__} has no apply of its own"
     requested = getattr(tx, "implementation", "auto")
-    if requested in ("jnp", "chunked"):
+    if requested in ("jnp", "chunked", "numba"):
         return f"at once, without kernels: implementation={requested!r} was asked for"
     where = "" if getattr(tx, "shardings", None) is None else ", shard by shard where blocks are local"
     twin = "pallas" if requested == "pallas" else "triton"
+    if not kernels.on_gpu() and jax.default_backend() == "cpu" and twin == "triton":
+        return "at once, leaf by leaf: programs run on the CPU"
     reason = kernels.unavailable(twin) or (None if where else kernels.shared())
     return f"at once{where}" if reason is None else f"at once, without kernels: {reason}"
 
@@ -139,7 +164,10 @@ def step(
         raise ValueError(f"gefen: implementation='triton' cannot run here: {reason}; 'auto' takes what there is")
     outputs: list[Any] = [None] * len(gradients)
     new = list(leaves)
-    names = [choose(requested, g.shape, leaf, g, p)[0] for g, p, leaf in zip(gradients, parameters, leaves)]
+    large = is_large([g.shape for g in gradients], leaves)
+    chosen = zip(gradients, parameters, leaves)
+    names = [choose(requested, g.shape, leaf, g, p, large=large)[0] for g, p, leaf in chosen]
+    entries = cpu.table(codebook) if "numba" in names else None
     for name in ("triton", "pallas"):
         members = [i for i, chosen in enumerate(names) if chosen == name]
         if members:
@@ -157,6 +185,13 @@ def step(
                 outputs[i], new[i] = output, leaf
     for i, (name, g, p, leaf, tail) in enumerate(zip(names, gradients, parameters, leaves, tails)):
         if name in ("triton", "pallas"):
+            continue
+        if name == "numba":
+            cut, vector = layout(g.shape, leaf), cpu.scalars(h, tail, factor)
+            assert cut is not None
+            assert entries is not None
+            kept = p if tail.reads_parameter else None
+            outputs[i], new[i] = cpu.step(g, leaf, codebook, entries, vector, cut, parameter=kept, apply=tail.apply)
             continue
         if factor is not None:
             g = (g.astype(jnp.float32) * factor).astype(g.dtype)

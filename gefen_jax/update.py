@@ -8,8 +8,8 @@ SPEC section 5 with the departures of section 11):
     d_t = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t)) + eps)
     scale = max_over_block |m_t|,   code = index of the word of B nearest to m_t / scale
 
-A factored second moment keeps row means r and column means c of g^2; its estimate is ``r * (c / mean(r))``, and 0
-where that mean is 0. All arithmetic is float32, whatever the gradient's dtype.
+A factored second moment keeps row means r and column means c of g^2; its estimate is ``r * (c / mean(r))``, 0 where
+that mean is 0, and NaN where it is not finite. All arithmetic is float32, whatever the gradient's dtype.
 """
 
 from __future__ import annotations
@@ -162,9 +162,13 @@ def root_factors(nu: jax.Array, nu_cross: jax.Array, h: Hyper) -> tuple[jax.Arra
 
 
 def column_ratio(nu: jax.Array, nu_cross: jax.Array) -> jax.Array:
-    """c / mean(r), by which the row factor ``nu`` is multiplied in each column; 0 where that mean is 0."""
+    """c / mean(r), by which the row factor ``nu`` is multiplied in each column; 0 where that mean is 0.
+
+    NaN where it is not finite: with 0 the other rows would be divided by eps alone, and leap.
+    """
     mean = mean_over(nu, reduced(nu.shape, nu_cross.shape), like=nu_cross)
-    return jnp.where(mean > 0, nu_cross / jnp.where(mean > 0, mean, 1.0), 0.0)
+    ratio = jnp.where(mean > 0, nu_cross / jnp.where(mean > 0, mean, 1.0), 0.0)
+    return jnp.where(jnp.isfinite(mean), ratio, jnp.nan)
 
 
 def reduced(shape: tuple[int, ...], stat: tuple[int, ...]) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ _WINDOW = frozenset({"reduce_window_max", "reduce_window_min", "reduce_window_su
 # Programs inside a primitive that describe one element's arithmetic, not work to be done once.
 _SCALAR_PROGRAMS = _SCATTER | _WINDOW | {"reduce", "reduce_window", "scatter", "select_and_scatter", "sort"}
 _KERNELS = frozenset(
-    {"ffi_call", "pure_callback", "io_callback", "triton_kernel_call", "mosaic_gpu", "tpu_custom_call"}
+    {"ffi_call", "pure_callback", "io_callback", "triton_kernel_call", "mosaic_gpu", "tpu_custom_call", "gefen_step"}
 )
 
 

@@ -56,11 +56,12 @@ def contenders() -> list[Contender]:
     adamw = optax.adamw(1e-3)
     default, block = gefen(1e-3), gefen(1e-3, second_moment="block")
     companding = gefen(1e-3, second_moment="block", codec="companding")
-    whole = gefen(1e-3, implementation="jnp")
+    chunked, whole = (gefen(1e-3, implementation=name) for name in ("chunked", "jnp"))
     return [
         Contender("adamw", adamw.init, _update_form(adamw)),
         Contender("gefen apply", default.init, _apply_form(default), (1.2, 1.5, 8.0)),
         Contender("gefen update", default.init, _update_form(default)),
+        Contender("gefen chunked apply", chunked.init, _apply_form(chunked)),
         Contender("gefen whole arrays", whole.init, _update_form(whole)),
         Contender("gefen block apply", block.init, _apply_form(block)),
         Contender("gefen block companding apply", companding.init, _apply_form(companding), (0.8, 1.3, 6.0)),

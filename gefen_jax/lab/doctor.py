@@ -84,11 +84,8 @@ def section(title: str, rows: dict[str, str]) -> str:
 def implementations() -> dict[str, str]:
     """Which implementation a leaf of each kind gets on this machine, and why; and how `apply` steps them."""
     tx = gefen(1e-3)
-    rows = {}
-    for name, leaf in EXAMPLES.items():
-        found = explain(jax.eval_shape(tx.init, {name: leaf}), tx=tx)
-        row = found.rows[0]
-        rows[f"{name} {leaf.shape}"] = f"{row.implementation} ({row.because})"
+    found = explain(jax.eval_shape(tx.init, EXAMPLES), tx=tx)
+    rows = {f"{row.path} {row.shape}": f"{row.implementation} ({row.because})" for row in found.rows}
     return rows | {"apply": str(found.step)}
 
 

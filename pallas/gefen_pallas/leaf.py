@@ -252,6 +252,7 @@ def _kernel(*refs: Any, cut: Cut, decay: int, reads: bool, apply: bool, factored
             average = load(mean, batch, valid)
             ratio = load(cross, batch * width + column * b + zz, mask)
             ratio = jnp.where(average > 0, ratio / jnp.where(average > 0, average, 1.0), 0.0)
+            ratio = jnp.where(jnp.isfinite(average), ratio, jnp.nan)
             root = jnp.sqrt(load(nu_in, r, valid) / bc2)
             d = m / ((root * jnp.sqrt(ratio) + eps) * bc1)
         else:

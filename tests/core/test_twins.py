@@ -1,14 +1,14 @@
 """The chunked step against the one over whole arrays: one mathematics, two schedules; and `apply` against `update`."""
 
-import float64
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from trees import DTYPES, bits_of, gradients, leaves, mixed, same_bits
+from trees import DTYPES, gradients, mixed, same_bits
+from twins import check_twin
 
-from gefen_jax import explain, gefen, learn_plan, scale_by_gefen
+from gefen_jax import explain, gefen, learn_plan
 
 SHAPES = [(64, 1024), (4, 128, 128), (40000,), (130, 7, 64), (5000, 8), (3, 3, 64, 64), (2, 5, 64, 128), (1, 65536)]
 """More than one chunk each: a matrix, a stack whose chunks hold several matrices or cut them, vectors, odd rows."""
@@ -25,36 +25,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("options", "shapes"), VARIANTS, ids=[str(options) for options, _ in VARIANTS])
 def test_chunks_are_the_whole(options, shapes):
-    """From one state, both steps give the same second moment, scales and directions to a few ulps, and the same codes
-    but for numbers that lie between two words to rounding: those are rare, and either word is nearest."""
-    params = mixed(shapes)
-    whole, chunked = (scale_by_gefen(min_size=0, implementation=i, **options) for i in ("jnp", "chunked"))
-    state = whole.init(params)
-    ran = {row.path: row.implementation for row in explain(state, implementation="chunked").rows}
-    assert all(how.startswith("chunked") for how in ran.values()), ran
-    words = np.asarray(state.codebook)
-    one, other = jax.jit(whole.update), jax.jit(chunked.update)
-    h, parted, count = float64.Hyper(), 0, 0
-    for t in (1, 2, 3):
-        g = gradients(params, t)
-        (d, new), (e, twin) = one(g, state), other(g, state)
-        assert bits_of(new.count) == bits_of(twin.count)
-        for (path, leaf, before), a, b in zip(leaves(state), new.leaves(), twin.leaves()):
-            old = float64.read(leaf, before, words)
-            _, moments = float64.step(leaf, old, g[path], t, h)
-            error, gain = float64.rounding_of(leaf, old, moments, g[path], t, h)
-            for x, y in zip(a[1:], b[1:]):
-                np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-6, err_msg=path)
-            first, second = (np.asarray(x[path]).astype(np.float64) for x in (d, e))
-            ulp = {"float32": 2 * float64.ULP, "bfloat16": 2.0**-7, "float16": 2.0**-9}[params[path].dtype.name]
-            smallest = 2.0**-24 if params[path].dtype == np.float16 else 0
-            assert np.all(np.abs(first - second) <= error * gain + 2 * ulp * np.abs(first) + smallest), (path, t)
-            parted += int(np.sum(np.asarray(a.mu) != np.asarray(b.mu)))
-            count += a.mu.size
-            if "codec" not in options:
-                float64.check_step(leaf, before, b, g[path], e[path], t, words, h)
-        state = new
-    assert parted <= 1e-4 * count
+    check_twin("chunked", options, mixed(shapes))
 
 
 def test_blocks_of_an_odd_number_of_4_bit_codes_are_stepped_whole():

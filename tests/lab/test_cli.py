@@ -117,7 +117,7 @@ def test_doctor(capsys, monkeypatch):
         assert machine.version(package) in printed
     assert "cpu" in printed
     assert "norm scale (768,)       jnp (exact Adam)" in printed
-    assert "apply                   at once, without kernels: " in printed
+    assert "apply                   at once, leaf by leaf: programs run on the CPU" in printed
     assert "missing" not in printed
 
     monkeypatch.setattr(doctor, "version", lambda package: None if package == "flax" else "1.0")
