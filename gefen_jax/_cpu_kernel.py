@@ -23,6 +23,7 @@ STRIP = 4096
 """Elements of a strip, unless one block of momentum has more."""
 _SEGMENT = 512  # elements that are added in float32 before float64 takes over, and looked up in memory ahead
 _ONE, _HALF_BINS, _FRACTION = np.float32(1), np.float32(2048), np.float32(1 << 23)
+_PER_LEVEL = np.float32(1 / 127)
 _TINY, _BELOW_END = np.float32(TINY), np.float32(2047.9999)
 _MAGNITUDE, _CODE, _JUMP, _LIMIT = np.uint32(0x7FFFFFFF), np.uint32(0xFF), np.uint32(8), np.uint32(0xFFFFFE00)
 
@@ -125,13 +126,25 @@ def _pack(codes, packed):
 
 @compiled
 def _momentum(codes, g, scale, words, h, m):
-    """m = b1 * word * scale + (1 - b1) * g for one run; returns the largest magnitude.
-
-    It is found among the bits, whose order is that of the magnitudes, with NaN above all.
-    """
+    """m = b1 * word * scale + (1 - b1) * g for one run."""
     s, w1, factor = h[0] * scale, h[1], h[8]
     for j in range(m.size):
         m[j] = words[codes[j]] * s + w1 * (g[j] * factor)
+
+
+@compiled
+def _companding_momentum(codes, g, scale, c, h, m):
+    """The same with words in closed form (`quantization.Companding`), which no table needs to be read for."""
+    s, w1, factor = h[0] * scale, h[1], h[8]
+    for j in range(m.size):
+        place = np.int32(codes[j]) - np.int32(127)
+        y = np.float32(place - np.int32(place > 0)) * _PER_LEVEL
+        m[j] = y / (_ONE + c * (_ONE - abs(y))) * s + w1 * (g[j] * factor)
+
+
+@compiled
+def _largest(m):
+    """The largest magnitude, found among the bits: their order is that of the magnitudes, with NaN above all."""
     top = np.uint32(0)
     for j in range(m.size):
         top = max(top, bits(m[j]) & _MAGNITUDE)
@@ -255,7 +268,7 @@ def handler():
         gs, codes, scales, ps = vector(frame, 0), bytes_of(frame, 1), vector(frame, 2), vector(frame, 5)
         words, table, h = vector(frame, 6), words_of(frame, 7), vector(frame, 8)
         at_g, at_codes, at_p = buffer(frame, 0)[0], buffer(frame, 1)[0], buffer(frame, 5)[0]
-        decay, applies = h[7] * h[9], h[10] != 0
+        decay, applies, companding, c = h[7] * h[9], h[10] != 0, table.size == 1, as_float(table[0])
         height, width = g.shape
         factored, tall, wide = cross.shape[1] > 1, height // nu.shape[0], width // nu.shape[1]
         by_column = factored or wide == 1
@@ -290,8 +303,11 @@ def handler():
                     for k in range(kept.size):
                         a, b = k * run, (k + 1) * run
                         bring(at_g + (at + n + a) * 4, run * 4)
-                        top = _momentum(old[a:b], gs[at + a : at + b], kept[k], words, h, m[t, a:b])
-                        maxima[k] = max(maxima[k], top)
+                        if companding:
+                            _companding_momentum(old[a:b], gs[at + a : at + b], kept[k], c, h, m[t, a:b])
+                        else:
+                            _momentum(old[a:b], gs[at + a : at + b], kept[k], words, h, m[t, a:b])
+                        maxima[k] = max(maxima[k], _largest(m[t, a:b]))
                 for k in range(kept.size):
                     top = as_float(maxima[k])
                     kept[k] = np.float32(0) if top < _TINY else top
@@ -321,11 +337,11 @@ def handler():
                         bring(at_p + (at + n + a) * 4, run * 4)
                         bring(at_codes + at_byte + n + a, run)
                         inverse = _ONE / kept[k] if kept[k] > 0 else np.float32(0)
-                        if table.size == 1:
-                            _compand(m[t, a:b], inverse, as_float(table[0]), new[a:b])
+                        if companding:
+                            _compand(m[t, a:b], inverse, c, new[a:b])
                         else:
                             _find_bins(m[t, a:b], inverse, bins[a:b], places[a:b])
-                    if table.size > 1:
+                    if not companding:
                         _choose(table, bins[:n], places[:n], new)
                     if packed:
                         _pack(new, codes[at_byte : at_byte + n // 2])
