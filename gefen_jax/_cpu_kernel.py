@@ -13,19 +13,30 @@ import numba
 import numpy as np
 from numba import types
 
-from gefen_jax._xla_frame import answered, as_float, bits, bring, buffer, bytes_of, compiled, matrix, vector, words_of
+from gefen_jax._xla_frame import (
+    answered,
+    as_float,
+    bits,
+    bring,
+    buffer,
+    bytes_of,
+    compiled,
+    inner,
+    matrix,
+    vector,
+    words_of,
+)
 from gefen_jax.update import TINY
 
 # For sums alone. All else is only contracted: NaNs and infinities mean what they mean in IEEE arithmetic.
-reordered = numba.njit(error_model="numpy", boundscheck=False, fastmath={"contract", "reassoc", "nsz"})
+reordered = numba.njit(fastmath={"contract", "reassoc", "nsz"}, **inner)
 
 STRIP = 4096
 """Elements of a strip, unless one block of momentum has more."""
 _SEGMENT = 512  # elements that are added in float32 before float64 takes over, and looked up in memory ahead
-_ONE, _HALF_BINS, _FRACTION = np.float32(1), np.float32(2048), np.float32(1 << 23)
-_PER_LEVEL = np.float32(1 / 127)
-_TINY, _BELOW_END = np.float32(TINY), np.float32(2047.9999)
-_MAGNITUDE, _CODE, _JUMP, _LIMIT = np.uint32(0x7FFFFFFF), np.uint32(0xFF), np.uint32(8), np.uint32(0xFFFFFE00)
+_ONE, _TINY, _PER_LEVEL, _UNITS = np.float32(1), np.float32(TINY), np.float32(1 / 127), np.float32(1 << 30)
+_MAGNITUDE, _LAST_BIN, _PLACE = np.uint32(0x7FFFFFFF), np.uint32(4096), np.int32((1 << 19) - 1)
+_CODE, _JUMP, _LIMIT = np.uint32(0xFF), np.uint32(8), np.uint32(0xFFFFFE00)
 
 
 @compiled
@@ -153,19 +164,20 @@ def _largest(m):
 
 @compiled
 def _find_bins(m, inverse, bins, places):
-    """The bin of each element, and its place in the bin in units of 2^-23, moved up by 9 bits."""
+    """The bin of each element, and its place in the bin in units of 2^-30, moved up by 9 bits; see `cpu.table`.
+
+    As a fixed-point number, of which NaN becomes the least; what is beyond the ends goes to the last bin.
+    """
+    unit = inverse * _UNITS
     for j in range(m.size):
-        z = m[j] * inverse * _HALF_BINS
-        z = z if z > -_HALF_BINS else -_HALF_BINS  # also where z is NaN
-        z = z if z < _BELOW_END else _BELOW_END
-        floor = np.floor(z)
-        bins[j] = np.uint32(np.int32(floor) + 2048)
-        places[j] = np.uint32(np.int32((z - floor) * _FRACTION)) << np.uint32(9)
+        fixed = np.int32(m[j] * unit)
+        bins[j] = min(np.uint32((fixed >> np.int32(19)) + np.int32(2048)), _LAST_BIN)
+        places[j] = np.uint32(fixed & _PLACE) << np.uint32(9)
 
 
 @compiled
 def _choose(table, bins, places, codes):
-    """Codes from the entries of their bins (`cpu.table`)."""
+    """Codes from the entries of their bins."""
     for j in range(bins.size):
         bins[j] = table[bins[j]]
     for j in range(codes.size):

@@ -13,7 +13,8 @@ from numba import types
 from numba.extending import intrinsic
 
 # Only fused multiply-adds. NaNs and infinities mean what they mean in IEEE arithmetic.
-compiled = numba.njit(error_model="numpy", boundscheck=False, fastmath={"contract"})
+inner = {"error_model": "numpy", "boundscheck": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+compiled = numba.njit(fastmath={"contract"}, **inner)
 
 
 def _reader(dtype):

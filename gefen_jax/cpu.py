@@ -28,6 +28,7 @@ NARROWEST = 16
 """Fewest consecutive elements of a block for which the loop is worth its own cost."""
 TARGET = "gefen_jax_step"
 _JUMP, _PLACE = 8, 9  # bits of an entry of the table: the code below, whether two words follow, the threshold
+_BIN = 19  # bits of a place in a bin: [-1, 1] are 2^12 bins of 2^-30 times 2^19
 
 
 def why_not(
@@ -60,21 +61,19 @@ def why_not(
 
 
 def table(codebook: Codebook) -> jax.Array:
-    """What the loop finds codes by: uint32[4096], or uint32[1] for a companding codebook.
+    """What the loop finds codes by: uint32[4097], or uint32[1] for a companding codebook.
 
-    An entry stands for a bin of [-1, 1]: the code below its decision threshold, whether two words follow on it, and
-    the threshold's place in the bin in units of 2^-23. It decides as `quantization.encode` does, but for a difference
-    of 2^-34 in the two bins around 0.
+    An entry stands for a bin of [-1, 1], the last for 1: the code below its decision threshold, whether two words
+    follow on it, and the threshold's place in the bin in units of 2^-30. It decides as `quantization.encode` does, but
+    for numbers within 2^-30 of a threshold.
     """
     if isinstance(codebook.table, quantization.Companding):
         return jax.lax.bitcast_convert_type(codebook.table.c.reshape(1), jnp.uint32)
-    half = quantization.BINS // 2
-    z = jnp.clip(quantization.thresholds(codebook.words) * half, -half, half - 2.0**-12)
-    bins = jnp.floor(z).astype(jnp.int32) + half
-    places = ((z - jnp.floor(z)) * (1 << 23)).astype(jnp.uint32)
-    inside = jnp.zeros(quantization.BINS, jnp.uint32).at[bins].add(1)
+    limits = (jnp.clip(quantization.thresholds(codebook.words), -1, 1) * 2**30).astype(jnp.int32)
+    bins, places = (limits >> _BIN) + quantization.BINS // 2, (limits & ((1 << _BIN) - 1)).astype(jnp.uint32)
+    inside = jnp.zeros(quantization.BINS + 1, jnp.uint32).at[bins].add(1)
     below = jnp.cumsum(inside, dtype=jnp.uint32) - inside
-    place = jnp.full(quantization.BINS, (1 << 23) - 1, jnp.uint32).at[bins].min(places)
+    place = jnp.full(inside.shape, (1 << _BIN) - 1, jnp.uint32).at[bins].min(places)
     return below | ((inside > 1).astype(jnp.uint32) << _JUMP) | (place << _PLACE)
 
 
