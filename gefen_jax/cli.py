@@ -6,6 +6,7 @@ one is imported, so that `gefen-jax --help` is quick. To add one, add a line to 
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
@@ -79,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `head` or a pager has read enough; what is left is not to fail again on the way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print(f"{prog}: stopped by Ctrl-C", file=sys.stderr)
         return INTERRUPTED

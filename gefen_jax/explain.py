@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
+import re
 from typing import Any
 
 import jax
@@ -75,6 +76,7 @@ class Explanation:
       codebook: where the codebook comes from.
       count: steps taken; None for abstract states.
       step: how `apply` runs a whole step; None if the transformation was not given.
+      unmatched: the transformation's ``full_precision``, if it is a pattern that no parameter here matches.
     """
 
     rows: tuple[Row, ...]
@@ -85,6 +87,7 @@ class Explanation:
     codebook: str
     count: int | None
     step: str | None = None
+    unmatched: str | None = None
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -120,8 +123,14 @@ class Explanation:
         legend = self.legend()
         width = max(map(len, legend), default=0)
         meanings = [f"{word.ljust(width)}  {meaning}" for word, meaning in legend.items()]
-        ends = [self.summary()] + ([] if self.step is None else [f"apply: {self.step}"])
-        return "\n".join([*lines, "", *meanings, "", *ends])
+        return "\n".join([*lines, "", *meanings, "", self.summary(), *self._notes()])
+
+    def _notes(self) -> list[str]:
+        """What is to be said of the transformation."""
+        notes = [] if self.step is None else [f"apply: {self.step}"]
+        if self.unmatched is not None:
+            notes.append(f"full_precision {self.unmatched!r} matches no path here: nothing is kept exact for it")
+        return notes
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{html.escape(cell)}</th>" for cell in HEAD)
@@ -133,8 +142,7 @@ class Explanation:
         )
         return (
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><dl>{legend}</dl>"
-            f"<p>{html.escape(self.summary())}</p>"
-            + ("" if self.step is None else f"<p>apply: {html.escape(self.step)}</p>")
+            f"<p>{html.escape(self.summary())}</p>" + "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
         )
 
 
@@ -227,7 +235,16 @@ def explain(
         codebook=UNKNOWN if words is None else _codebook_source(nodes[0]),
         count=None if words is None else int(jax.device_get(nodes[0].count)),
         step=None if tx is None else how(tx),
+        unmatched=_unmatched(tx, [row.path for row in rows]),
     )
+
+
+def _unmatched(tx: Any, names: list[str]) -> str | None:
+    """The pattern of ``full_precision`` that no path matches, most likely a slip of the pen."""
+    pattern = getattr(getattr(tx, "options", None), "full_precision", None)
+    if not isinstance(pattern, str) or any(re.search(pattern, name) for name in names):
+        return None
+    return pattern
 
 
 def blocks(opt_state: Any) -> dict[str, LeafPlan]:

@@ -127,6 +127,8 @@ def trees_of(grads: Any) -> list[Any]:
     trees = list(grads) if isinstance(grads, list | tuple) and not hasattr(grads, "_fields") else [grads]
     if not trees:
         raise ValueError("learning needs at least one tree of gradients; found an empty list")
+    if any(tree is None for tree in trees):
+        raise ValueError("learning needs gradients; found None: pass what jax.grad(loss)(params, batch) returned")
     return trees
 
 

@@ -66,6 +66,9 @@ def test_gradients_of_which_none_is_usable(learning, value):
 def test_an_empty_list(learning):
     with pytest.raises(ValueError, match="at least one tree of gradients; found an empty list"):
         learning([])
+    for nothing in (None, [structured(0), None]):
+        with pytest.raises(ValueError, match="learning needs gradients; found None"):
+            learning(nothing)
 
 
 @BOTH

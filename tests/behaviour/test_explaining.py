@@ -242,3 +242,15 @@ def test_blocks_of_axes_and_reference_are_those_that_were_decided():
     opt_state = gefen(1e-3, plan=plan).init({"w": jnp.zeros((32, 32))})
     assert blocks(opt_state)["w"].nu == plan.leaves["w"].nu == ("flat", plan.periods["w"])
     assert plan.periods["w"] > 1
+
+
+def test_a_pattern_that_matches_nothing_is_told():
+    """`full_precision` may name leaves of another part of the model, so it is no error."""
+    params = {"head": jnp.zeros((96, 192)), "trunk": jnp.zeros((96, 192))}
+    hit, miss = gefen(1e-3, full_precision="head"), gefen(1e-3, full_precision="haed")
+    assert explain(hit.init(params), tx=hit).unmatched is None
+    found = explain(miss.init(params), tx=miss)
+    assert found.unmatched == "haed"
+    for text in (str(found), found._repr_html_()):
+        assert "full_precision" in text
+        assert "matches no path here" in text

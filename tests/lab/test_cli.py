@@ -190,3 +190,12 @@ def test_wrong_options_are_refused_before_anything_runs(words, message, capsys):
     assert message in printed.err
     assert printed.err.count("\n") == 1
     assert not printed.out
+
+
+def test_a_reader_who_stops_reading_is_no_error():
+    """As in ``gefen-jax doctor | head -1``."""
+    command = [sys.executable, "-m", "gefen_jax", "doctor"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 0
