@@ -168,9 +168,8 @@ def _find_bins(m, inverse, bins, places):
 
     As a fixed-point number, of which NaN becomes the least; what is beyond the ends goes to the last bin.
     """
-    unit = inverse * _UNITS
     for j in range(m.size):
-        fixed = np.int32(m[j] * unit)
+        fixed = np.int32(m[j] * inverse * _UNITS)  # in this order: the inverse of a tiny scale would overflow
         bins[j] = min(np.uint32((fixed >> np.int32(19)) + np.int32(2048)), _LAST_BIN)
         places[j] = np.uint32(fixed & _PLACE) << np.uint32(9)
 

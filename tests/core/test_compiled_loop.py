@@ -73,6 +73,20 @@ def test_apply_is_update_and_apply_updates(options):
         params = moved
 
 
+@pytest.mark.parametrize("scale", [1e-36, 1e-32, 1e-20, 1e15])
+@pytest.mark.parametrize("options", [{}, {"bits": 4}, {"codec": "companding"}], ids=str)
+def test_momentum_of_any_scale_gets_the_codes_of_the_whole(options, scale):
+    """Blocks are coded relative to their maxima, down to the smallest normal numbers."""
+    params = {"w": (64, 1024)}
+    grads = jax.tree.map(lambda g: scale * g, tree(1, params))
+    codes = []
+    for name in ("jnp", "numba"):
+        tx = gefen(1e-2, weight_decay=0.0, implementation=name, **options)
+        _, state = jax.jit(tx.update)(grads, tx.init(tree(0, params)))
+        codes.append(np.asarray(state.mu["w"]))
+    assert np.mean(codes[0] != codes[1]) <= 1e-4
+
+
 @pytest.mark.parametrize("scale", [1e-8, 1.0, 1e4, 1e15])
 @pytest.mark.parametrize("options", [{}, {"bits": 4}, {"second_moment": "full"}, {"codec": "companding"}], ids=str)
 def test_dead_coordinates_never_move(options, scale):
