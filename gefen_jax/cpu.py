@@ -146,7 +146,8 @@ _step.multiple_results = True
 
 @_step.def_impl
 def _run(*arrays: Any, **options: bool) -> list[jax.Array]:
-    return jax.jit(functools.partial(_step.bind, **options))(*arrays)
+    with jax.disable_jit(False):
+        return jax.jit(functools.partial(_step.bind, **options))(*arrays)
 
 
 @_step.def_abstract_eval

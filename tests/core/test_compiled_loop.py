@@ -184,7 +184,9 @@ def test_vmap_derivatives_and_exported_programs_take_chunks():
 def test_one_step_without_jit():
     shapes = {"w": (64, 1024)}
     tx, params = gefen(1e-2, implementation="numba"), tree(0, shapes)
-    eager = tx.apply(tree(1, shapes), params, tx.init(params))
     jitted = jax.jit(tx.apply)(tree(1, shapes), params, tx.init(params))
-    for one, other in zip(*map(jax.tree.leaves, (eager, jitted))):
-        np.testing.assert_allclose(np.asarray(one, np.float64), np.asarray(other, np.float64), rtol=1e-6, atol=1e-7)
+    for disabled in (False, True):
+        with jax.disable_jit(disabled):
+            eager = tx.apply(tree(1, shapes), params, tx.init(params))
+        for one, other in zip(*map(jax.tree.leaves, (eager, jitted))):
+            np.testing.assert_allclose(np.asarray(one, np.float64), np.asarray(other, np.float64), rtol=1e-6, atol=1e-7)
