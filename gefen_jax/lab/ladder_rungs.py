@@ -31,7 +31,7 @@ RUNGS: Mapping[str, str] = MappingProxyType(
         "tree-wise": "two programs over all tensors: update, then optax.apply_updates",
         "whole step": "one program, parameters and state donated",
         "flat buffer": "one program that sees one concatenated tensor (optax.flatten)",
-        "fused": "one program, the optimizer's own apply: kernels on a GPU, cache-sized chunks on a CPU",
+        "fused": "one program, the optimizer's own apply: kernels on a GPU, a loop per tensor on a CPU",
     }
 )
 """Name -> what it is, from the lowest up."""

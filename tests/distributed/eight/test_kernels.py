@@ -23,8 +23,8 @@ def chosen(monkeypatch):
     seen = []
     original = implementation.choose
 
-    def choose(requested, shape, leaf, gradient=None, parameter=None, home=None):
-        found = original(requested, shape, leaf, gradient, parameter, home)
+    def choose(requested, shape, leaf, gradient=None, parameter=None, home=None, **options):
+        found = original(requested, shape, leaf, gradient, parameter, home, **options)
         if home is not None:
             seen.append(found)
         return found
