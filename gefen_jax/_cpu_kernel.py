@@ -206,8 +206,12 @@ def _directions(m, h, found):
 
 @compiled
 def _subtract(found, decay, p):
-    for j in range(p.size):
-        p[j] -= found[j] + decay * p[j]
+    if decay == 0:
+        for j in range(p.size):
+            p[j] -= found[j]
+    else:
+        for j in range(p.size):
+            p[j] -= found[j] + decay * p[j]
 
 
 @compiled
@@ -279,7 +283,8 @@ def handler():
         gs, codes, scales, ps = vector(frame, 0), bytes_of(frame, 1), vector(frame, 2), vector(frame, 5)
         words, table, h = vector(frame, 6), words_of(frame, 7), vector(frame, 8)
         at_g, at_codes, at_p = buffer(frame, 0)[0], buffer(frame, 1)[0], buffer(frame, 5)[0]
-        decay, applies, companding, c = h[7] * h[9], h[10] != 0, table.size == 1, as_float(table[0])
+        applies, companding, c = h[10] != 0, table.size == 1, as_float(table[0])
+        decay = h[7] * h[9] if h[9] != 0 else np.float32(0)  # also where the rate is not finite: ps may be one number
         height, width = g.shape
         factored, tall, wide = cross.shape[1] > 1, height // nu.shape[0], width // nu.shape[1]
         by_column = factored or wide == 1

@@ -190,3 +190,20 @@ def test_one_step_without_jit():
             eager = tx.apply(tree(1, shapes), params, tx.init(params))
         for one, other in zip(*map(jax.tree.leaves, (eager, jitted))):
             np.testing.assert_allclose(np.asarray(one, np.float64), np.asarray(other, np.float64), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("rate", [np.inf, np.nan, 0.0])
+@pytest.mark.parametrize("way", ["update", "apply"])
+def test_no_decay_never_reads_the_parameter(way, rate):
+    """Whatever rate a schedule gives: the update may have been given no parameter, and 0 times infinity is NaN."""
+    params, grads = tree(0, {"w": (64, 1024)}), tree(1, {"w": (64, 1024)})
+    params["w"] = params["w"].at[3, 3].set(np.inf)
+
+    def result(which):
+        tx = gefen(lambda count: jnp.float32(rate), weight_decay=0.0, implementation=which)
+        state = tx.init(params)
+        if way == "apply":
+            return jax.jit(tx.apply)(grads, params, state)[0]["w"]
+        return jax.jit(tx.update)(grads, state)[0]["w"]
+
+    np.testing.assert_array_equal(result("numba"), result("jnp"))
