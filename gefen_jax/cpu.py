@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from typing import Any
 
 import jax
@@ -144,10 +145,17 @@ _step = Primitive("gefen_step")
 _step.multiple_results = True
 
 
+@functools.cache
+def _alone(**options: bool) -> Any:
+    """A program of one call: compiled once per kind and shapes."""
+    return jax.jit(functools.partial(_step.bind, **options))
+
+
 @_step.def_impl
 def _run(*arrays: Any, **options: bool) -> list[jax.Array]:
-    with jax.disable_jit(False):
-        return jax.jit(functools.partial(_step.bind, **options))(*arrays)
+    # JAX looks for what made a NaN by evaluating again without jit, which ends here: without the check, not for ever.
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        return _alone(**options)(*arrays)
 
 
 @_step.def_abstract_eval
@@ -165,14 +173,25 @@ def _batched(arrays: Any, axes: Any, **options: bool) -> Any:
     return out, [0] * len(out)
 
 
+_registering = threading.Lock()
+
+
+def register() -> None:
+    """Compile the loop and tell XLA its name, once per process; lowering a program does it.
+
+    Programs that are loaded without being lowered here (`jax.experimental.serialize_executable`) need it before.
+    """
+    with _registering:
+        _registered()
+
+
 @functools.cache
-def _register() -> Any:
-    """Compile the loop and tell XLA its name; what is returned must stay alive."""
+def _registered() -> Any:
     from gefen_jax import _cpu_kernel
 
     compiled = _cpu_kernel.handler()
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(compiled.ctypes), platform="cpu")
-    return compiled
+    return compiled  # XLA keeps its address: it must stay alive
 
 
 _plainly = mlir.lower_fun(_in_chunks, multiple_results=True)
@@ -181,7 +200,7 @@ _plainly = mlir.lower_fun(_in_chunks, multiple_results=True)
 def _lower(context: Any, *arrays: Any, apply: bool, companding: bool) -> Any:
     if context.module_context.lowering_parameters.for_export:  # a program that travels cannot call this process
         return _plainly(context, *arrays, apply=apply, companding=companding)
-    _register()
+    register()
     aliases = {5 if apply else 0: 0, 1: 1, 2: 2, 3: 3, 4: 4}
     return jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(context, *arrays)
 

@@ -1,6 +1,9 @@
 """The compiled loop for CPUs: a twin of the step over whole arrays, and where the loop over chunks takes its place."""
 
 import dataclasses
+import functools
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -190,6 +193,46 @@ def test_one_step_without_jit():
             eager = tx.apply(tree(1, shapes), params, tx.init(params))
         for one, other in zip(*map(jax.tree.leaves, (eager, jitted))):
             np.testing.assert_allclose(np.asarray(one, np.float64), np.asarray(other, np.float64), rtol=1e-6, atol=1e-7)
+
+
+def test_a_second_eager_step_compiles_nothing(monkeypatch):
+    shapes, lowered = {"w": (64, 1024)}, []
+    tx, params = gefen(1e-2, implementation="numba"), tree(0, {"w": (64, 1024)})
+    state = tx.init(params)
+    tx.apply(tree(1, shapes), params, state)
+    monkeypatch.setattr(implementation.cpu, "register", lambda: lowered.append(1))
+    tx.apply(tree(2, shapes), params, state)
+    assert not lowered
+
+
+def test_threads_register_the_loop_once(monkeypatch):
+    """XLA refuses a second function of the same name."""
+    calls = []
+
+    @functools.cache
+    def slow():
+        calls.append(1)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(implementation.cpu, "_registered", slow)
+    threads = [threading.Thread(target=implementation.cpu.register) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == [1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_debug_nans_names_the_step_that_made_one():
+    params, grads = tree(0, {"w": (64, 1024)}), tree(1, {"w": (64, 1024)})
+    bad = {"w": grads["w"].at[3, 700].set(jnp.nan)}
+    tx = gefen(1e-2, implementation="numba")
+    state = tx.init(params)
+    with jax.debug_nans(True):
+        jax.jit(tx.apply)(grads, params, state)
+        with pytest.raises(FloatingPointError, match="nan"):
+            jax.jit(tx.apply)(bad, params, state)
 
 
 @pytest.mark.parametrize("rate", [np.inf, np.nan, 0.0])
