@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import threading
 from typing import Any
 
@@ -58,6 +59,8 @@ def why_not(
         return "its blocks reach over several matrices of the stack"
     if getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()):
         return "inside jax.shard_map"
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+        return "NUMBA_DISABLE_JIT is set, and it is compiled by Numba"
     return None
 
 

@@ -135,6 +135,15 @@ def test_what_has_no_loop_runs_in_chunks_and_says_so():
     assert rows["n"].because.startswith("no compiled loop: its blocks hold")
 
 
+def test_without_a_compiler_there_is_no_loop(monkeypatch):
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    params = tree(0, {"w": (64, 1024)})
+    tx = gefen(1e-2, implementation="numba")
+    row = explain(tx.init(params), params, tx=tx).rows[0]
+    assert (row.implementation, row.because.split(",")[0]) == ("chunked", "no compiled loop: NUMBA_DISABLE_JIT is set")
+    assert "gefen_jax_step" not in jax.jit(tx.apply).lower(params, params, tx.init(params)).as_text()
+
+
 def test_all_is_donated_and_traced_once():
     tx = gefen(optax.cosine_decay_schedule(1e-2, 10), weight_decay=0.1)
     params = tree(0)
