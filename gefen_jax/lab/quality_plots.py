@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from gefen_jax.lab import plots, quality_stats
 from gefen_jax.lab.quality_cells import CHOICE, STUDY
@@ -16,7 +18,8 @@ from gefen_jax.lab.quality_variants import VARIANTS
 if TYPE_CHECKING:
     from gefen_jax.lab.quality_report import TaskResult
 
-DPI = 90  # the report is committed: small files
+DPI = 80  # the report is committed: small files
+ACROSS = 3  # panels side by side
 
 
 def draw(results: Sequence["TaskResult"], folder: Path) -> list[Path]:
@@ -34,6 +37,17 @@ def label(name: str) -> str:
     return VARIANTS[name].label if name in VARIANTS else name
 
 
+def rows_of(tasks: Sequence[str]) -> list[list[str]]:
+    """Names of panels in rows; what is left of the last row stays empty.
+
+    >>> rows_of(["a", "b", "c", "d"])
+    [['a', 'b', 'c'], ['d', '.', '.']]
+    """
+    across = min(ACROSS, len(tasks))
+    padded = [*tasks, *["."] * (-len(tasks) % across)]
+    return [padded[i : i + across] for i in range(0, len(padded), across)]
+
+
 def draw_gaps(results: Sequence["TaskResult"], path: Path) -> bool:
     """Mean differences at AdamW's best rate with the interval between both one-sided bounds, a panel per task."""
     shown = [result for result in results if any(gap.pairs for (rate, _), gap in result.gaps.items() if rate == "1x")]
@@ -41,10 +55,11 @@ def draw_gaps(results: Sequence["TaskResult"], path: Path) -> bool:
     if not shown or not others:
         return False
     look = plots.looks([BASE, *others])
-    figure, axes = plots.panels(
-        3.2 * len(shown) + 1.6, 0.34 * len(others) + 1.5, [[result.setting.task for result in shown]], sharey=True
-    )
-    for panel, result in zip(axes.values(), shown):
+    layout = rows_of([result.setting.task for result in shown])
+    height = len(layout) * (0.26 * len(others) + 1)
+    figure, axes = plots.panels(3.2 * len(layout[0]) + 1.6, height, layout, sharey=True)
+    for result in shown:
+        panel = axes[result.setting.task]
         panel.axvline(0, color=look[BASE].colour, linewidth=1.5)
         panel.axvspan(-quality_stats.POOLED_BOUND, quality_stats.POOLED_BOUND, color=plots.GRID, zorder=0)
         for row, name in enumerate(others):
@@ -58,6 +73,7 @@ def draw_gaps(results: Sequence["TaskResult"], path: Path) -> bool:
         panel.set_ylim(len(others) - 0.5, -0.5)
         panel.set_title(result.setting.task)
         panel.set_xlabel("nats above AdamW")
+        panel.xaxis.set_major_locator(MaxNLocator(5))
     figure.savefig(path, dpi=DPI)
     return True
 
@@ -70,9 +86,13 @@ def draw_curves(results: Sequence["TaskResult"], path: Path) -> bool:
     names = names_of(shown)
     look = plots.looks(names)
     tasks = [result.setting.task for result in shown]
-    figure, axes = plots.panels(
-        4.2 * len(shown), 6, [[f"{task} loss" for task in tasks], [f"{task} gap" for task in tasks]]
-    )
+    layout = [
+        [cell if cell == "." else f"{cell} {what}" for cell in row]
+        for row in rows_of(tasks)
+        for what in ("loss", "gap")
+    ]
+    figure, axes = plots.panels(3.8 * len(layout[0]), 2.4 * len(layout) + 1, layout)
+    handles: dict[str, Artist] = {}
     for task, result in zip(tasks, shown):
         steps = [step for step, _ in result.cells[0].training]
         curves = {name: curves_of(result, name) for name in names}
@@ -88,7 +108,9 @@ def draw_curves(results: Sequence["TaskResult"], path: Path) -> bool:
         axes[f"{task} gap"].set_title("minus AdamW's, mean and standard error")
         axes[f"{task} gap"].axhline(0, color=look[BASE].colour, linewidth=1.5)
         axes[f"{task} gap"].set_xlabel("step")
-    axes[f"{tasks[0]} loss"].legend(fontsize=8)
+        lines, labels = axes[f"{task} loss"].get_legend_handles_labels()
+        handles |= dict(zip(labels, lines))
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=DPI)
     return True
 
@@ -133,8 +155,10 @@ def draw_rates(results: Sequence["TaskResult"], path: Path) -> bool:
     if not shown:
         return False
     look = plots.looks(list(dict.fromkeys(name for _, names in shown for name in names)))
-    figure, axes = plots.panels(3.6 * len(shown), 3, [[result.setting.task for result, _ in shown]])
-    for panel, (result, names) in zip(axes.values(), shown):
+    layout = rows_of([result.setting.task for result, _ in shown])
+    figure, axes = plots.panels(3.6 * len(layout[0]), 2.8 * len(layout), layout)
+    for result, names in shown:
+        panel = axes[result.setting.task]
         for name in names:
             colour, dash, marker = look[name]
             losses = choice_losses(result, name)
