@@ -105,7 +105,7 @@ def draw_curves(results: Sequence["TaskResult"], path: Path) -> bool:
                 band(axes[f"{task} gap"], steps, differences, look[name], label(name), error=True)
         axes[f"{task} loss"].set_title(f"{task}: training loss, nats")
         axes[f"{task} loss"].set_ylim(*upper_part(np.concatenate([*base.values(), np.zeros(0)]).tolist()))
-        axes[f"{task} gap"].set_title("minus AdamW's, mean and standard error")
+        axes[f"{task} gap"].set_title("minus AdamW's, ± standard error")
         axes[f"{task} gap"].axhline(0, color=look[BASE].colour, linewidth=1.5)
         axes[f"{task} gap"].set_xlabel("step")
         lines, labels = axes[f"{task} loss"].get_legend_handles_labels()
