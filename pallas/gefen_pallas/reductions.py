@@ -79,7 +79,8 @@ def gefen_sums(
             for q in range(0, down, T):
                 place = q + tl.arange(0, T)
                 sums += tl.load(stripes + place, mask=place < down, other=0.0, cache_modifier=".cg")
-            tl.store(means, tl.sum(sums, 0) / height.to(tl.float32))
+            average = tl.sum(sums, 0) / height.to(tl.float32)
+            tl.store(means, average + (average - average))  # NaN where it is not finite: the step is then NaN too
     if tl.atomic_add(counter + batches * down + batch * along + j, 1, sem="acq_rel", scope="gpu") == down - 1:
         tl.debug_barrier()
         total = tl.zeros([T], tl.float32)

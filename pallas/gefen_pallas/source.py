@@ -259,7 +259,8 @@ def _cells(
             r = cell_row * ny + yy
             batch = r // batch_rows
             average = tl.load(mean + tl.load(row + 12) + batch, mask=mask_row, other=0.0)
-            inverse = reciprocal(average) + (average - average)  # NaN where the average is not finite
+            some = average != 0  # also where it is NaN
+            inverse = tl.where(some, tl.div_rn(1.0, tl.where(some, average, 1.0)), 0.0)
             root = tl.sqrt(tl.load(nu + r, mask=mask_row, other=0.0) / bc2)
             c = tl.load(cross + (batch.to(tl.int64) * width + cell_column * b) + shift + z, mask=mask, other=0.0)
             d = m / ((root * tl.sqrt(c * inverse) + eps) * bc1)

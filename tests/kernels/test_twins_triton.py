@@ -149,6 +149,15 @@ def test_extreme_gradients():
         np.testing.assert_allclose(state[1], np.asarray(new.mu_scale), rtol=1e-6)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_gradient_loses_a_factored_leaf_visibly(bad):
+    """With a column share of 0 the rows that it is not in would be divided by eps alone, and leap."""
+    leaf, _ = twin.arrays(CASES["row runs, factored"], 7)
+    leaf.gradient[3, 5] = bad
+    (output,), _, _ = run([leaf], apply=True)
+    assert np.isnan(output).all()
+
+
 def test_norm():
     gradients = [twin.arrays(case, i)[0].gradient for i, case in enumerate(CASES.values())]
     gradients.append(gradients[0].astype(twin.dtype("bfloat16")))
